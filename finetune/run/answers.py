@@ -8,6 +8,7 @@ from finetune.data.formats import Document, Span
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.images.marks import IMAGE_MARK
 from finetune.data.images.references import ImageReference
+from finetune.data.images.rows import PLACEHOLDER
 from finetune.data.prepare import open_images
 from finetune.engine import Engine
 from finetune.errors import PlanError
@@ -59,31 +60,30 @@ def prompt_ids(
     tokenizer: FullTokenizer, turns: list[tuple[str, str]], raw: bool, shown: Shown | None = None
 ) -> list[int]:
     """Token ids of (role, text) turns as in training: rendered by the chat template if the tokenizer has one.
-    Otherwise, or with `raw`, the last turn's text as it is. `shown`: images before the first question. Raises PlanError
-    for a text that is not UTF-8.
+    Otherwise, or with `raw`, the last turn's text as it is. `shown`: images of the first question, in the places
+    that it has for them or before it. Raises PlanError for a text that is not UTF-8, and places that are not as many.
     """
     odd = next((odd for _, text in turns if (odd := not_utf8(text))), None)
     if odd:
         raise PlanError(f"prompt: {odd}. Give it in UTF-8.")
-    marks = ""
-    if shown is not None:
-        marks = IMAGE_MARK * len(shown.images)
     if raw or not tokenizer.chat_template:
         from finetune.model_files.tokenizer import opened_ids
 
         if shown is not None:
-            return shown.prompt(marks + turns[-1][1], from_template=False)
+            return shown.prompt(_with_marks(turns[-1][1], shown), from_template=False)
         return opened_ids(tokenizer, turns[-1][1])
     from finetune.data.answer_marks import special_pattern, special_texts
     from finetune.data.chat_template import TemplateRenderer, request_of
     from finetune.data.messages import escaped
 
     specials = special_pattern(special_texts(tokenizer))
+    if shown is not None:
+        first = next((i for i, (role, _) in enumerate(turns) if role == "user"), 0)
+        asked = (turns[first][0], _with_marks(turns[first][1], shown))
+        turns = [*turns[:first], asked, *turns[first + 1 :]]
     messages = [
         {"role": role, "content": text if role == "assistant" else escaped(text, specials)} for role, text in turns
     ]
-    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-    messages[first]["content"] = marks + messages[first]["content"]
     with TemplateRenderer(tokenizer) as renderer:
         request = request_of(messages, None, [(len(messages), True)], "--prompt", marks=shown is not None)
         (rendering,) = renderer.render([request], ["--prompt"])
@@ -93,6 +93,17 @@ def prompt_ids(
     if shown is not None:
         return shown.prompt(text, from_template=True)
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _with_marks(text: str, shown: Shown) -> str:
+    """The question with a mark in each of its places, or before it. Raises PlanError."""
+    places = text.count(PLACEHOLDER)
+    number = len(shown.images)
+    if places not in (0, number):
+        raise PlanError(f"prompt: has {places} {PLACEHOLDER}, and images are {number}. Write one for each, or none.")
+    if places:
+        return text.replace(PLACEHOLDER, IMAGE_MARK)
+    return IMAGE_MARK * number + text
 
 
 def begun(system: str | None) -> list[tuple[str, str]]:

@@ -9,7 +9,8 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import OF_TASKS, Row
 from finetune.data.conversation import turns_of
 from finetune.data.formats import needs_template, question_text, render_text
-from finetune.data.images.marks import without_marks
+from finetune.data.images.marks import as_asked, marked_in
+from finetune.data.images.rows import PLACEHOLDER
 from finetune.data.preference_rows import as_answer
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import render_row
@@ -124,9 +125,6 @@ def ask_command(
     if row is not None and row.format in OF_TASKS:
         text = row.get("text")
         return shlex.join([*command, "--prompt", text if isinstance(text, str) else "..."])
-    if row is not None and row.images:
-        shown = [str(image.path) for image in row.images if image.path is not None]
-        command += [word for path in shown or ["..."] for word in ("--image", path)]
     if row is None:
         command += ["--prompt", "..."]
     elif needs_template(row):
@@ -147,7 +145,11 @@ def ask_command(
         command += ["--raw", "--prompt", render_text(row, tokenizer).spans[0].text]  # as the rows were rendered
     else:
         command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
-    return shlex.join(map(without_marks, command))
+    if row is not None and row.images:
+        images = marked_in(command[-1], row.images) or row.images
+        shown = [str(image.path) for image in images if image.path is not None]
+        command[-2:-2] = [word for path in shown or ["..."] for word in ("--image", path)]
+    return shlex.join(as_asked(word, PLACEHOLDER) for word in command)
 
 
 def try_command(plan: RunPlan, data: Data, prompt: Sequence[int]) -> str:

@@ -33,6 +33,14 @@ def without_marks(text: str) -> str:
     return _NUMBERED.sub("", text)
 
 
+def as_asked(text: str, placeholder: str) -> str:
+    """`text` as a user asks it: without marks before it, and with a placeholder for each elsewhere."""
+    plain = without_marks(text)
+    if text.endswith(plain):
+        return plain
+    return _NUMBERED.sub(placeholder, text)
+
+
 def marked_in(text: str, images: Sequence[Image]) -> list[Image]:
     """Images of a row whose numbered marks a text has, in order."""
     if IMAGE_MARK not in text:

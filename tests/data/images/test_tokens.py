@@ -1,25 +1,29 @@
 """Documents with images: their tokens, what is learned of them, and which images they show."""
 
 import json
+import shlex
 import shutil
 
 import numpy as np
 import pytest
 
-from finetune.data.columns import RowOptions
+from finetune.data.columns import RowOptions, RowReader
 from finetune.data.images.decode import ImageReader
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.images.marks import IMAGE_MARK
-from finetune.data.images.references import ImageOptions
+from finetune.data.images.references import ImageOptions, ImageReference
 from finetune.data.mismatched import mismatched_documents
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.tokenize import generation_examples, tokenize
+from finetune.errors import PlanError
 from finetune.model_files.files import find_model
 from finetune.model_files.processor import ImageProcessor
 from finetune.model_files.tokenizer import load_tokenizer
-from finetune.run.answers import prompt_ids
+from finetune.run.answers import prompt_ids, shown_of
+from finetune.run.report import ask_command
 from tests.support import vision
 from tests.support.cells import but_slow
+from tests.support.rows import jsonl
 
 NAMES = but_slow(["qwen2_5_vl", "llava", "idefics3"], ["qwen2_5_vl"])
 TURNS = ((1, 1), (2, 1), (1, 0), (1, 2))  # images of the two questions of each row
@@ -150,6 +154,28 @@ def test_a_tokenizer_without_a_padding_token_reads_images(folder, tmp_path):
     assert load_tokenizer(other).pad_token is None
     assert np.array_equal(dataset.tokens, own.tokens)
     assert dataset.images.inputs(dataset.arrays["images"]).keys() == own.images.inputs(own.arrays["images"]).keys()
+
+
+@pytest.mark.parametrize("text", ["Is <image> or <image> brighter?", "<image><image>Which?", "Which?"])
+def test_a_prompt_shows_images_in_its_places_as_rows_do(folder, tmp_path, text):
+    names = []
+    for k in range(2):
+        (tmp_path / f"{k}.png").write_bytes(vision.png(vision.picture(k)))
+        names.append(f"{k}.png")
+    file = tmp_path / "rows.jsonl"
+    jsonl(file, [{"question": text, "answer": "no", "images": names}])
+    _, ((expected, _, _), *_) = read(file, folder)
+    tokenizer, inputs = inputs_of(folder)
+    images = tuple(ImageReference(name, path=tmp_path / name) for name in names)
+    shown = shown_of(images, inputs)
+    assert prompt_ids(tokenizer, [("user", text)], False, shown) == list(expected)
+    assert prompt_ids(tokenizer, [("user", text)], True, shown) != list(expected)
+    with pytest.raises(PlanError, match="^prompt: has 1 <image>, and images are 2. Write one for each, or none.$"):
+        prompt_ids(tokenizer, [("user", "What is <image>?")], False, shown)
+    row = RowReader(RowOptions(images=ImageOptions(tmp_path))).read(json.loads(file.read_text()), "rows.jsonl:1")
+    asked = text.removeprefix("<image><image>")
+    shows = [word for name in names for word in ("--image", str(tmp_path / name))]
+    assert shlex.split(ask_command("out", row, tokenizer))[-6:] == [*shows, "--prompt", asked]
 
 
 def test_a_mark_in_a_prompt_of_text_is_no_image(folder):
