@@ -17,7 +17,7 @@ from typing import Any
 
 from finetune.data.blocks import ROLES
 from finetune.data.images.references import ImageOptions, ImageReference
-from finetune.data.images.rows import IMAGE_FIELD, PAIRS_OF_TURNS, Reading, image_columns, is_unread_image, with_marks
+from finetune.data.images.rows import IMAGE_FIELD, IMAGE_NAMES, PAIRS_OF_TURNS, Reading, image_columns, with_marks
 from finetune.data.likely_columns import (
     are_conversation,
     is_content,
@@ -33,6 +33,7 @@ from finetune.data.meanings import (
     PART_OF_PROMPT,
     SYSTEM,
     WORDS,
+    holds_image,
     is_nothing,
     meaning_in,
     meaning_of,
@@ -671,11 +672,14 @@ class RowReader:
         name = column.strip().casefold()
         if plain_name(column) == "mask" and str(value).casefold() in ("user", "human"):  # not learned here either
             meaning = None
+        is_image = meaning in (None, MEANS[IMAGE_FIELD]) and holds_image(plain_name(column), value)
         if self.options.images is None:
             if self.renamed.get(name) == IMAGE_FIELD:
                 return MEANS[IMAGE_FIELD]
+            if is_image and name not in IMAGE_NAMES:
+                return f"holds an image (a model that sees images reads it with --columns {IMAGE_FIELD}={name})"
             return meaning
-        if is_unread_image(name, value):
+        if is_image:
             return f"holds an image (--columns {IMAGE_FIELD}={name} reads those of one column)"
         if meaning == MEANS[IMAGE_FIELD]:
             return "is neither text nor an image"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
+from finetune.data.images.references import is_encoded_image, looks_like_image
 from finetune.data.likely_columns import is_content
 from finetune.parts.objectives import CLASSIFY
 
@@ -214,6 +215,8 @@ SAID = (
     *("output", "result", "results", "response", "answer", "completion", "translation", "code", "action"),
     *("actions", "steps", "intermediate_steps"),
 )
+# Words of names of columns and fields that hold an image, where their value is one.
+OF_IMAGES = re.compile(r"(image|img|picture|photo|screenshot)s?\d*")
 WORDS = 4  # of a text that is no name, title or date
 DEEPEST = 4
 
@@ -258,6 +261,17 @@ def is_of_all_rows(name: str, value: Any) -> bool:
     return is_part and any(texts_in(value))
 
 
+def holds_image(name: str, value: Any) -> bool:
+    """True for what holds an image, by its plain name: bytes, base64 or a data: URI under any, and under a name with a
+    word for images a path too.
+    """
+    parts = value if isinstance(value, list) else [value]
+    inner = [part.get("bytes") for part in parts if isinstance(part, dict)]
+    if any(map(is_encoded_image, [*parts, *inner])):
+        return True
+    return any(map(OF_IMAGES.fullmatch, name.split("_"))) and looks_like_image(value)
+
+
 def meaning_in(name: str, value: Any, what: str, said: Callable[[], str] = str) -> str | None:
     """The meaning of a field for its row, turn or part (`what`) by its name and value, if that may not be left out.
     `said`: gives what is read of it, which may have the same thoughts.
@@ -271,6 +285,8 @@ def meaning_in(name: str, value: Any, what: str, said: Callable[[], str] = str) 
     if plain == "labels" and isinstance(value, bool | int):  # of one answer, or of the better one
         meaning = MEANS["label"]
     words = {*plain.split("_"), *re.split(r"[\s_-]+", name.casefold())}  # CoT is one word too
+    if meaning is None and holds_image(plain, value):
+        meaning = NOT_TEXT
     if meaning is None and OF_THOUGHTS & words and is_content(plain) and any(" " in text for text in texts_in(value)):
         meaning = EXPLAINS
     if (meaning == WEIGHS and value in (1, "1", "1.0")) or (meaning == CALLS and isinstance(value, bool | int | float)):

@@ -198,7 +198,9 @@ def looks_like_image(value: Any) -> bool:
 
 
 def is_encoded_image(value: Any) -> bool:
-    """True for an image itself: its bytes, base64 or a data: URI."""
+    """True for an image itself: its bytes, base64 or a data: URI, and one that a Python program's row has."""
+    if isinstance(value, dict):
+        return isinstance(value.get("sha256"), str) and value.keys() <= {"sha256", "path", "bytes"}
     if isinstance(value, bytes):
         return has_signature(value)
     if not isinstance(value, str):

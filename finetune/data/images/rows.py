@@ -18,12 +18,11 @@ from finetune.data.images.references import (
     PLACES,
     ImageOptions,
     ImageReference,
-    is_encoded_image,
     is_nothing,
     looks_like_image,
     reference_of,
 )
-from finetune.data.meanings import is_unwanted, plain_name
+from finetune.data.meanings import holds_image, is_unwanted, plain_name
 from finetune.errors import PlanError
 from finetune.system.json_files import json_in_cell
 
@@ -46,8 +45,6 @@ LIKELY_COLUMNS = (
     *("file_name", "filename", "file_path"),
 )
 IMAGE_NAMES = frozenset(COLUMNS + LIKELY_COLUMNS)
-# Words of names of columns and fields of messages that hold an image, where their value is one.
-IMAGE_WORD = re.compile(r"(image|img|picture|photo|screenshot)s?\d*")
 IMAGE_TYPES = ("image", "image_url", "input_image", "image_path", "img")
 # Keys of a part, or of a message, that hold its image.
 PART_KEYS = (
@@ -153,16 +150,6 @@ def image_columns(known: Mapping[str, str]) -> dict[str, bool]:
             if name in known:
                 found.setdefault(known[name], names is COLUMNS)
     return found
-
-
-def is_unread_image(name: str, value: Any) -> bool:
-    """True for a column that no field reads and that holds images all the same. `name`: without case."""
-    parts = value if isinstance(value, list) else [value]
-    held = [part.get("bytes") if isinstance(part, dict) else part for part in parts]
-    if any(is_encoded_image(part) for part in held):
-        return True
-    is_called_one = any(map(IMAGE_WORD.fullmatch, plain_name(name).split("_")))
-    return is_called_one and looks_like_image(value)
 
 
 def with_marks(values: dict, given: list[tuple[str, Any, bool]], row: Reading) -> tuple[dict, list[ImageReference]]:
@@ -410,7 +397,7 @@ def _in_message(message: dict, where: str, speaker: "Speaker") -> Iterator[Place
             value = message.pop(name)
             held += value if isinstance(value, list) else [] if is_nothing(value) else [value]
     for name, value in message.items():
-        if name != key and name not in speaker.ignored and is_unread_image(name, value):
+        if name != key and name not in speaker.ignored and holds_image(plain_name(name), value):
             raise PlanError(
                 f"{where}': field {name!r} of a message holds an image, and those in 'images' are read. Rename it, or "
                 f"add --ignore_columns {name} to train without it."
