@@ -180,7 +180,7 @@ def run(
         plan = finalize(plan, data, engine, log.say)
         plan = with_searched_rate(plan, data, engine, log.say, stop)
         log.say("\n".join(report.engine_lines(engine)))
-        writer.describe(engine, plan, data.learned_ends, data.digests())
+        writer.describe(engine, plan, data.learned_ends, data.digests(), reads_messages=data.reads_messages)
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         shape = shape_of_run(plan)

@@ -1,7 +1,7 @@
 """head.json of a checkpoint: what its head beside the model's own is."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from finetune.errors import PlanError
@@ -11,18 +11,21 @@ from finetune.system.json_files import JsonFileError, read_json
 
 FILE = "head.json"
 SCHEMA = {"task": str, "labels": [str], "outputs": int, "pad_token_id": int}
+SCHEMA |= {"messages?": (bool, type(None))}
 
 
 @dataclass(frozen=True)
 class HeadRecord:
     """The head of a checkpoint. `task`: a word of --task; `labels`: names of classes, by number; `outputs`: of the
-    head; `pad_token_id`: the token after a row's last.
+    head; `pad_token_id`: the token after a row's last; `messages`: its rows were messages, which the chat template
+    renders; None where an earlier version wrote it.
     """
 
     task: str
     labels: tuple[str, ...]
     outputs: int
     pad_token_id: int
+    messages: bool | None = None
 
     @property
     def facts(self) -> HeadFacts:
@@ -62,7 +65,8 @@ class HeadRecord:
             raise PlanError(f"{file}: {error}. Give a complete checkpoint.") from None
         if found["task"] not in OBJECTIVES or not OBJECTIVES[found["task"]].has_head:
             raise PlanError(f"{file}: names the task {found['task']!r}, which this version does not have.")
-        return replace(cls(**found), labels=tuple(found["labels"]))
+        known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
+        return replace(cls(**known), labels=tuple(found["labels"]))
 
     def to_json(self) -> dict:
         return asdict(self) | {"labels": list(self.labels)}

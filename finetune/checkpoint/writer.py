@@ -11,6 +11,7 @@ from pathlib import Path
 
 from finetune import safetensors_io
 from finetune.adapters.continued import read_saved
+from finetune.adapters.heads import FILE as HEAD
 from finetune.adapters.saved import PEFT_FILE
 from finetune.checkpoint.output_dir import BEST, MOMENTS, OutputDir, root_of, weights_file
 from finetune.checkpoint.over_ranks import newest_of_all_ranks, shared_view, view_of
@@ -108,13 +109,23 @@ class CheckpointWriter:
         if self.files:
             self.files.close()
 
-    def describe(self, engine: Engine, plan: RunPlan, learned_ends: Collection[int], rows: dict[str, str]) -> None:
-        """Sets what every checkpoint and the published weights carry beside their tensors. `rows`: see Data.digests.
-        Collective. PlanError if a rank reads another base, adapter or reward or other rows, as of a folder that each
-        host has for itself.
+    def describe(
+        self,
+        engine: Engine,
+        plan: RunPlan,
+        learned_ends: Collection[int],
+        rows: dict[str, str],
+        *,
+        reads_messages: bool,
+    ) -> None:
+        """Sets what every checkpoint and the published weights carry beside their tensors. `rows`: see Data.digests;
+        `reads_messages`: of a head, its rows are messages. Collective. PlanError if a rank reads another base, adapter
+        or reward or other rows, as of a folder that each host has for itself.
         """
         files = plan.model
         self.configs = engine.describe_weights(files.name, files.digest)
+        if HEAD in self.configs:
+            self.configs[HEAD]["messages"] = reads_messages
         generation = generation_config(files.generation_config, files.config, set(learned_ends))
         if generation is not None and ("config.json" in self.configs or generation != files.generation_config):
             self.configs[GENERATION] = generation

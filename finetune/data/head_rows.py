@@ -27,6 +27,14 @@ def texts_of(row: Row) -> list[tuple[Row, int]]:
     return [(text_row(row, "text"), number_of(row))]
 
 
+def reads_messages(row: Row) -> bool:
+    """True for a row whose text is messages, or has a system prompt, which the chat template renders."""
+    text = row.get("text")
+    if text is None:
+        text = row.get("anchor")
+    return not isinstance(text, str) or bool(row.get("system"))
+
+
 def text_row(row: Row, name: str) -> Row:
     """The row of one of its fields: a text as it is, or messages, which the chat template renders. Raises PlanError."""
     value = row.get(name)

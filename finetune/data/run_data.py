@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from finetune.data.collate import largest_microbatch, microbatches, showing_images
-from finetune.data.columns import Row
+from finetune.data.columns import OF_TASKS, Row
+from finetune.data.head_rows import reads_messages
 from finetune.data.held_out import prompts_of
 from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_steps
 from finetune.data.tokens.tokenize import TokenizedDataset
@@ -156,6 +157,11 @@ class Data:
     def resume(self, state: TrainState) -> list[str]:
         """Notices on data that are read while training. Raises PlanError if they are not those of the state."""
         return []
+
+    @property
+    def reads_messages(self) -> bool:
+        """True for rows of a head whose texts are messages."""
+        return self.example is not None and self.example.format in OF_TASKS and reads_messages(self.example)
 
     @property
     def only_asks(self) -> bool:

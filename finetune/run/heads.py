@@ -2,15 +2,17 @@
 
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from finetune.adapters.heads import HeadRecord
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
-from finetune.data.columns import RowOptions
+from finetune.data.columns import OF_TASKS, RowOptions
 from finetune.data.facts import shared_positives
 from finetune.data.formats import needs_template
+from finetune.data.head_rows import reads_messages
 from finetune.data.prepare import DatasetSource, cut_of, rows_of, with_text_options
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import RawDataset
@@ -73,8 +75,19 @@ def scored(
     cut = cut_of(base.plan.data).of_length(base.context_length)
     rows, values = values_of(engine, tokenizer, [read], cut)
     figures = {"rows": rows.num_rows, **values}
+    record = HeadRecord.read(Path(args.checkpoint))
+    others = 0
+    if record is not None and record.messages is not None and options.task in OF_TASKS:
+        learned = record.messages
+        others = counted([read], lambda row: int(reads_messages(row) is not learned))[1]
     tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     notes = [f"note: {line}" for line in rows.notices]
+    if others:
+        forms = ("texts as they are", "messages, rendered by the chat template")
+        notes.append(
+            f"note: {others:,} of the {rows.num_rows:,} rows are {forms[not learned]}, and the run learned "
+            f"{forms[learned]}: it is asked in another form"
+        )
     shared = 0
     if read.options.task == EMBED:
         shared = shared_positives(rows)
@@ -102,6 +115,8 @@ def outputs_of_texts(
 ) -> np.ndarray:
     """[D, outputs] of texts, or of lists of messages. Collective. Raises PlanError."""
     sources = [f"text {number}" for number in range(1, len(texts) + 1)]
+    if record.messages:  # as the rows were that it learned
+        texts = [[{"role": "user", "content": text}] if isinstance(text, str) else text for text in texts]
     if record.gives_vectors:  # two texts are a row
         even = texts + texts[-1:] * (len(texts) % 2)
         rows = [{"anchor": one, "positive": other} for one, other in zip(even[::2], even[1::2], strict=True)]

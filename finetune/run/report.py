@@ -124,6 +124,8 @@ def ask_command(
     row = row and as_answer(row)
     if row is not None and row.format in OF_TASKS:
         text = row.get("text")
+        if isinstance(text, list) and len(text) == 1 and isinstance(text[0], dict):
+            text = text[0].get("content")  # --prompt asks what was learned from messages as one of them
         return shlex.join([*command, "--prompt", text if isinstance(text, str) else "..."])
     if row is None:
         command += ["--prompt", "..."]

@@ -1,6 +1,7 @@
 """--task classify: loss, gradients and results are those of transformers' classes for sequence classification."""
 
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ import transformers
 import export
 import generate
 import score
+from finetune.adapters.heads import HeadRecord
 from finetune.data.columns import Row
 from finetune.data.labels import in_order, label_of
 from finetune.data.settled_by_rows import settled_lines
@@ -260,6 +262,30 @@ def test_messages_are_rendered_by_the_template_and_names_may_be_given(flags, tmp
     assert start["data"]["tokens"] == sum(lengths) - pads
     assert json.loads((tmp_path / "o" / "head.json").read_text())["labels"] == ["red", "blue", "green"]
     assert set(result.classify(rows[0]["messages"])) == set(WORDS)
+
+
+def test_a_text_is_asked_as_the_rows_were_learned(trained, flags, tmp_path, capsys):
+    """What learned messages reads a text as one of the user's; what is scored in another form is said to be."""
+    rows = [{"messages": [{"role": "user", "content": row["text"]}], "label": row["label"]} for row in ROWS]
+    capsys.readouterr()
+    changes = dict(dataset=rows, validation_dataset=None, max_steps=2)
+    result = fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
+    text = ROWS[0]["text"]
+    assert f"--prompt {shlex.quote(text)}" in capsys.readouterr().out.splitlines()[-1]
+    expected = result.classify(rows[0]["messages"])
+    assert result.classify(text) == expected
+    assert generate.main(["--checkpoint", str(tmp_path / "o"), "--device", "cpu", "--prompt", text]) == 0
+    label, probability = next(iter(expected.items()))
+    assert capsys.readouterr().out.startswith(f"{label} {probability:.2f}")
+    assert not any("another form" in line for line in result.score(rows).get("notes", []))
+    for scored, given in ((result, ROWS), (trained, rows)):
+        (line,) = [line for line in scored.score(given)["notes"] if "another form" in line]
+        assert line.startswith(f"note: {len(ROWS)} of the {len(ROWS)} rows are ")
+    file = tmp_path / "o" / "head.json"
+    content = json.loads(file.read_text())
+    assert content.pop("messages") is True
+    file.write_text(json.dumps(content | {"of a later version": 1}))
+    assert HeadRecord.read(tmp_path / "o").messages is None
 
 
 def row(**values) -> list[dict]:
