@@ -606,7 +606,16 @@ REFUSED = {
             human(f"{place} What?", image="a.png"),
             f"has '{place}', and which image of column 'image' that is",
         )
-        for place in ("<IMAGE>", "<Image>", "<image/>", "<ImageHere>", "<image_placeholder>", "[image]", "{image}")
+        for place in (
+            "<IMAGE>",
+            "<Image>",
+            "<image/>",
+            "<ImageHere>",
+            "<image_placeholder>",
+            "[image]",
+            "{image}",
+            "<video>",
+        )
     },
     "a choice with another program's place": (
         {"question": "Which?", "choices": ["<image 1>", "none"], "answer": "A", "image": "a.png"},
