@@ -30,7 +30,8 @@ from finetune.callers_process import callers_process
 from finetune.cli import Parser, check_ranges
 from finetune.data.images.rows import IMAGE_NAMES
 from finetune.data.meanings import EARLIER, OF_CONVERSATIONS, PART_OF_PROMPT, is_nothing, meaning_of, plain_name
-from finetune.data.reading.readers import MAX_LINE_BYTES
+from finetune.data.reading.packed import row_suffix
+from finetune.data.reading.readers import MAX_LINE_BYTES, PROSE, READERS
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import Generator
 from finetune.errors import PlanError
@@ -39,6 +40,7 @@ from finetune.system.terminal import say
 
 MOST_LABELS = 5  # of a prompt that are printed
 # Columns of a row that belong to what is asked.
+OF_JSON = (".jsonl", ".ndjson", ".json")  # suffixes of files whose lines are rows
 BESIDE_A_PROMPT = {*IMAGE_NAMES, *OF_CONVERSATIONS, "history", "messages", "input", "question", "query"}
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
@@ -103,6 +105,12 @@ def is_beside_prompt(name: str) -> bool:
 
 def read_prompts(file: Path) -> list[str]:
     """The prompts of --prompts. Raises PlanError for a file without any, and for a row without one."""
+    kind = row_suffix(file.name)
+    if kind in READERS and kind not in (*OF_JSON, *PROSE):
+        raise PlanError(
+            f"--prompts {file}: is a table, whose lines are no prompts. Give a .jsonl with a prompt in each row, or a "
+            ".txt with one per line."
+        )
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would split at U+2028 too
     except (OSError, UnicodeDecodeError) as error:
@@ -113,14 +121,16 @@ def read_prompts(file: Path) -> list[str]:
         line = line.removesuffix("\r")
         if not line.strip():
             continue
-        if file.suffix not in (".jsonl", ".json"):
-            found.append(line)
-            continue
         try:
             row = json.loads(line)
             prompt = row["prompt"]
         except (ValueError, RecursionError, TypeError, LookupError):
             prompt = None
+        if kind not in OF_JSON:
+            if prompt is not None:
+                raise PlanError(f"--prompts {file}:{number}: is a row of JSON in a file of texts. Name it .jsonl.")
+            found.append(line)
+            continue
         if not isinstance(prompt, str) or not prompt:
             raise PlanError(f"--prompts {file}:{number}: is not an object with a prompt. Give one per line.")
         unseen = [name for name in row if row[name] and is_beside_prompt(name)]

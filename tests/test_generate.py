@@ -3,6 +3,7 @@
 import codecs
 import io
 import json
+import re
 import shutil
 
 import pytest
@@ -88,6 +89,23 @@ def test_a_prompt_ends_at_a_line_feed_alone(tmp_path):
     for name in ("p.txt", "p.jsonl"):  # as an editor of Windows saves them
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + (tmp_path / name).read_bytes())
         assert generate.read_prompts(tmp_path / name) == prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fact"),
+    [
+        ("p.csv", "prompt\nHi\n", "is a table, whose lines are no prompts"),
+        ("p.TSV", "id\tprompt\n1\tHi\n", "is a table, whose lines are no prompts"),
+        ("p.txt", 'Hi\n{"prompt": "Hi"}\n', ":2: is a row of JSON in a file of texts. Name it .jsonl"),
+        ("prompts", '{"prompt": "Hi"}\n', ":1: is a row of JSON"),
+        ("p.ndjson", "Hi\n", ":1: is not an object with a prompt"),
+        ("p.JSONL", "Hi\n", ":1: is not an object with a prompt"),
+    ],
+)
+def test_rows_are_no_lines_of_text(tmp_path, name, text, fact):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(PlanError, match=re.escape(f"--prompts {tmp_path / name}") + f".*{re.escape(fact)}"):
+        generate.read_prompts(tmp_path / name)
 
 
 def test_a_system_message_that_nothing_can_say_is_refused(tiny_model, tmp_path, capsys, monkeypatch):

@@ -29,7 +29,8 @@ from finetune.system.json_files import json_in_cell
 PLACEHOLDER = "<image>"
 # Other programs' placeholders, of which some have numbers: rows are refused rather than filled in order.
 OTHER_PLACEHOLDER = re.compile(
-    r"(?!(?-i:<image>))<\|?(image|img|picture|photo|video|audio)([ _-]?(here|placeholder|pad|soft_token|token|\d+))?\s*/?\|?>"
+    r"(?!(?-i:<image>))<\|?(image|img|picture|photo|video|audio)"
+    r"([ _-]?(here|placeholder|pad|soft_token|token|\d+))?\s*/?\|?>"
     r"|\[(image|img)([ _-]?\d+)?\]|\{(image|img)\}|<start_of_image>",
     re.IGNORECASE,
 )
