@@ -24,6 +24,7 @@ from finetune.model_files.sentence_files import MODULES, NORMALIZE, POOLING, SEN
 from finetune.model_files.tokenizer_files import files_in
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import is_terminal, say
+from finetune.system.untrusted import untrusted
 
 SENTENCES = (MODULES, f"{POOLING}/config.json", f"{NORMALIZE}/config.json", *SENTENCE_SETTINGS)
 # What other programs open, what opens the base as it was trained, and the card. Checkpoints and logs stay here.
@@ -45,13 +46,37 @@ ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def check_upload(repo_id: str, flag: str = "--push_to_hub") -> None:
-    """Raises PlanError for a name that the Hub does not take, and for a token that it does not know. One request."""
+    """Raises PlanError for a name that the Hub does not take, and for a token that it does not know, or that may not
+    write there as far as it says. One request.
+    """
     said = f"{flag} {repo_id}"
     if not ID.fullmatch(repo_id) or repo_id.endswith((".git", ".ipynb")) or "--" in repo_id or ".." in repo_id:
         raise PlanError(f"{said}: is not the id of a Hub repository. Give one such as your-name/my-model.")
     if offline():
         raise PlanError(f"{said}: HF_HUB_OFFLINE is set. Unset it, or omit the flag.")
-    _asked(said, lambda api: api.whoami())
+    me = _asked(said, lambda api: api.whoami())
+    with untrusted(f"{said}: {endpoint()} does not say whose HF_TOKEN is", "Use another HF_ENDPOINT.", reads=False):
+        obstacle = obstacle_of(me, repo_id.partition("/")[0])
+    if obstacle:
+        raise PlanError(f"{said}: {obstacle}.")
+
+
+def obstacle_of(me: dict, owner: str) -> str:
+    """The reason, with what to do, that a token may not write to repositories of `owner`, by what the Hub says of the
+    token; empty where it says nothing against it.
+    """
+    if ((me.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
+        return "HF_TOKEN may only read. Make one that may write (https://huggingface.co/settings/tokens)"
+    if not isinstance(me.get("orgs"), list):  # not every server lists them
+        return ""
+    roles = {str(org["name"]).lower(): org.get("roleInOrg") for org in me["orgs"]} | {str(me["name"]).lower(): None}
+    if owner.lower() not in roles:
+        return f"HF_TOKEN is of {me['name']}, who is no member of {owner}. Give {me['name']}/..., or an organization's"
+    if roles[owner.lower()] == "read":
+        return (
+            f"{me['name']} may only read in {owner}. Give one of {me['name']}'s, or ask for the right to write"
+        )
+    return ""
 
 
 def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub") -> str:

@@ -1,6 +1,7 @@
 """What is trained and exported here reaches the Hub, and opens from there as it does from its folder."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,33 @@ def test_what_the_hub_would_refuse_is_one_line_before_anything_is_loaded(served,
         upload(tmp_path / "run", "org/shop", "x")
     assert "\n" not in str(error.value)
     assert not list(uploads.iterdir())
+
+
+READS = {"auth": {"accessToken": {"role": "read"}}}
+TEAM = {"name": "me", "orgs": [{"name": "Team", "roleInOrg": "write"}, {"name": "other", "roleInOrg": "read"}]}
+
+
+@pytest.mark.parametrize(
+    ("me", "repo_id", "fact"),
+    [
+        (READS, "org/shop", "--push_to_hub org/shop: HF_TOKEN may only read. Make one that may write"),
+        (TEAM, "org/shop", "HF_TOKEN is of me, who is no member of org. Give me/..., or"),
+        (TEAM, "other/shop", "me may only read in other. Give one of me"),
+        ({"orgs": [5]}, "org/shop", "does not say whose HF_TOKEN is"),
+        (TEAM, "team/shop", ""),
+        (TEAM, "me/shop", ""),
+        ({"auth": {"accessToken": {"role": "fineGrained"}}}, "org/shop", ""),
+    ],
+)
+def test_a_token_that_may_not_write_is_refused_before_the_run(monkeypatch, tmp_path, me, repo_id, fact):
+    with hub.serve(uploads=tmp_path, token=TOKEN, me=me) as endpoint:
+        for name, value in dict(HF_ENDPOINT=endpoint, HF_TOKEN=TOKEN, HF_HUB_OFFLINE="0").items():
+            monkeypatch.setenv(name, value)
+        if not fact:
+            return check_upload(repo_id)
+        with pytest.raises(PlanError, match=re.escape(fact)) as error:
+            check_upload(repo_id)
+    assert "\n" not in str(error.value)
 
 
 def uploading(monkeypatch, env):

@@ -14,10 +14,10 @@ from urllib.parse import unquote, urlsplit
 
 
 @contextlib.contextmanager
-def serve(models=None, datasets=None, token=None, uploads=None, log=None) -> Iterator[str]:
+def serve(models=None, datasets=None, token=None, uploads=None, log=None, me=None) -> Iterator[str]:
     """The endpoint's URL for HF_ENDPOINT. `models`, `datasets`: {repo id: folder}. With `token`, 401 without it.
     `uploads`: a folder in which uploaded repositories are made, as uploads/ORG/NAME. `log`: receives (method, path,
-    status, bytes sent) of each answer.
+    status, bytes sent) of each answer. `me`: more of what it says of the token's owner, who is org.
     """
     repos = {("models", k): Path(v) for k, v in (models or {}).items()}
     repos |= {("datasets", k): Path(v) for k, v in (datasets or {}).items()}
@@ -25,6 +25,7 @@ def serve(models=None, datasets=None, token=None, uploads=None, log=None) -> Ite
     server.repos, server.token, server.log, server.uploads = repos, token, [], uploads and Path(uploads)
     server.sent = [] if log is None else log
     server.large, server.private = {}, {}
+    server.me = {} if me is None else me
     with running(server) as address:
         yield address
 
@@ -106,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         folder = self.server.uploads / name
         match parts:
             case ["api", "whoami-v2"]:
-                self.send({"type": "user", "name": "org", "auth": {}})
+                self.send({"type": "user", "name": "org", "auth": {}} | self.server.me)
             case ["api", "repos", "create"]:
                 name = f"{body.get('organization') or 'org'}/{body['name']}"
                 (self.server.uploads / name).mkdir(parents=True, exist_ok=True)
