@@ -88,10 +88,22 @@ def _negatives(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Chan
     for use, reads in datasets.items():
         for read in reads:
             read.options = replace(read.options, negatives=word == "true")
-        num_rows[use] = counted(reads, lambda row: len(texts_of(row))).total()
+        positives = counted(reads, _positive)
+        num_rows[use] = positives.total()
+        if word == "false" and use != "train" and len(positives) == 1 and num_rows[use] > 1:
+            raise PlanError(
+                f"--{use}_dataset: all of its {num_rows[use]} pairs have one positive, so the loss is the same whatever "
+                "is learned. Give pairs with others."
+            )
     if word == "false":
         _check_held_out(plan, num_rows)
     return found
+
+
+def _positive(row: Row) -> int:
+    """A number of the positive of a row, whose texts are checked."""
+    _, (positive, _), *_ = texts_of(row)
+    return hash(str(positive.values))
 
 
 def _check_held_out(plan: DataPlan, num_rows: dict[str, int]) -> None:

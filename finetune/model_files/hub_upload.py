@@ -46,8 +46,8 @@ ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def check_upload(repo_id: str, flag: str = "--push_to_hub") -> None:
-    """Raises PlanError for a name that the Hub does not take, and for a token that it does not know, or that may not
-    write there as far as it says. One request.
+    """Raises PlanError for a name that the Hub does not take, for an unknown token, and for one without the right to
+    write there, as far as the Hub says. One request.
     """
     said = f"{flag} {repo_id}"
     if not ID.fullmatch(repo_id) or repo_id.endswith((".git", ".ipynb")) or "--" in repo_id or ".." in repo_id:
@@ -62,8 +62,8 @@ def check_upload(repo_id: str, flag: str = "--push_to_hub") -> None:
 
 
 def obstacle_of(me: dict, owner: str) -> str:
-    """The reason, with what to do, that a token may not write to repositories of `owner`, by what the Hub says of the
-    token; empty where it says nothing against it.
+    """The reason, with a remedy, for which a token may not write to repositories of `owner`, by the Hub's answer about
+    the token; empty where nothing there is against it.
     """
     if ((me.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
         return "HF_TOKEN may only read. Make one that may write (https://huggingface.co/settings/tokens)"
@@ -73,9 +73,7 @@ def obstacle_of(me: dict, owner: str) -> str:
     if owner.lower() not in roles:
         return f"HF_TOKEN is of {me['name']}, who is no member of {owner}. Give {me['name']}/..., or an organization's"
     if roles[owner.lower()] == "read":
-        return (
-            f"{me['name']} may only read in {owner}. Give one of {me['name']}'s, or ask for the right to write"
-        )
+        return f"{me['name']} may only read in {owner}. Give one of {me['name']}'s, or ask for the right to write"
     return ""
 
 

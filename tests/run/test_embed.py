@@ -136,6 +136,10 @@ def test_an_evaluation_is_the_formula_whatever_is_compared_at_once(monkeypatch):
         (dict(task="generate", hard_negatives="true"), "is of --task embed"),
         (dict(batch_size=1), "a step of 1 row has no other row"),
         (dict(validation_dataset=PAIRS[:1]), "^--validation_dataset: is 1 pair, whose positive is told from no other"),
+        (
+            dict(validation_dataset=[PAIRS[0], PAIRS[1] | {"positive": PAIRS[0]["positive"]}]),
+            "2 pairs have one positive",
+        ),
         (dict(validation_dataset=None, validation_split=0.1), "^--validation_split 0.1: is 1 pair, whose"),
         (dict(dataset=PAIRS[:1]), "a step of 1 row has no other row"),
         (dict(dataset=[row | {"similarity": 0.1} for row in PAIRS]), "'similarity' may say which texts do not belong"),

@@ -28,7 +28,7 @@ from finetune.model_files.hub import (
     offline,
     well_formed,
 )
-from finetune.system.files import cache_folder, replace
+from finetune.system.files import cache_folder, check_inside, is_regular, replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.untrusted import untrusted
 
@@ -112,6 +112,9 @@ def read_rows(
         if skipped:
             raise PlanError(f"{skipped[0]}; no row of {name} can be read. Fix the rows.")
         raise PlanError(f"{name}: has no rows. Give a file with at least one row.")
+    for _, path, label in files:
+        if path and not os.path.getsize(path):  # as of a download that was cut
+            notices.add(f"the file {PurePosixPath(label).name} is empty", label)
     return RawDataset(
         rows=rows,
         sources=sources,
@@ -184,7 +187,7 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
     else:
         _check_table(folder, f"{flag} {folder}")
         patterns = "*", "data/*", *(f"{word}/*" for word in SPLIT_WORDS)
-        found = [p for pattern in patterns for p in folder.glob(pattern) if p.is_file()]
+        found = [p for pattern in patterns for p in folder.glob(pattern) if _is_there(p)]
         _check_code(folder, found, f"{flag} {folder}")
         names = choose_files(sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}")
     for name in names:
@@ -192,6 +195,13 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
             raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
     what = f"{flag} {folder}"
     return [(_reader(name, what, split, text_unit), folder / name, str(folder / name)) for name in names]
+
+
+def _is_there(entry: Path) -> bool:
+    """True for a file. Raises PlanError for what has a name of rows and is none, such as a link to nothing."""
+    if row_suffix(entry.name) in READERS:
+        return is_regular(entry)
+    return entry.is_file()
 
 
 def _check_table(folder: Path, what: str) -> None:
@@ -335,6 +345,7 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
         fact = " ".join(str(error).split())[:200]
         raise PlanError(f"{what}: no such file, and the Hub is unreachable ({fact}). Give a local file.") from error
     for path in paths:
+        check_inside(path)
         check_blob(path)
     files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
     return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"

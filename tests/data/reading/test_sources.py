@@ -218,6 +218,21 @@ def test_a_damaged_record_of_a_saved_dataset_is_one_line(tmp_path, name, content
     assert "\n" not in str(error.value)
 
 
+def test_what_has_a_name_of_rows_and_holds_none_is_no_absent_file(tmp_path):
+    jsonl(tmp_path / "a.jsonl", ROWS)
+    other = tmp_path / "b.jsonl"
+    other.touch()
+    assert read_rows(str(tmp_path)).notices.counts == {"the file b.jsonl is empty": 1}
+    other.unlink()
+    other.symlink_to("gone")
+    with pytest.raises(PlanError, match=r"b.jsonl: links to gone, which is not there"):
+        read_rows(str(tmp_path))
+    other.unlink()
+    os.mkfifo(other)
+    with pytest.raises(PlanError, match=r"b.jsonl: is not a regular file"):
+        read_rows(str(tmp_path))
+
+
 def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     row = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
 
