@@ -92,7 +92,7 @@ def _negatives(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Chan
         num_rows[use] = positives.total()
         if word == "false" and use != "train" and len(positives) == 1 and num_rows[use] > 1:
             raise PlanError(
-                f"--{use}_dataset: all of its {num_rows[use]} pairs have one positive, so the loss is the same whatever "
+                f"--{use}_dataset: all of its {num_rows[use]} pairs have one positive, so the loss stays, whatever "
                 "is learned. Give pairs with others."
             )
     if word == "false":
