@@ -38,6 +38,7 @@ from finetune.data.meanings import (
     meaning_in,
     meaning_of,
     plain_name,
+    switch_of,
     text_beside,
     texts_in,
 )
@@ -403,6 +404,7 @@ class RowReader:
         self.nested = [column for column in options.columns.values() if "." in column]
         self.formats: Counter[str] = Counter()
         self.schemas: dict[tuple, Schema] = {}
+        self.switches: dict[str, bool] | None = None  # of columns, while rows are only checked: a stream is not to end
         self.main: Schema | None = None
         self.renamed = {column.casefold(): name for name, column in options.columns.items()}
         if columns:
@@ -447,6 +449,8 @@ class RowReader:
 
     def check(self, row: dict, source: str) -> None:
         """Raises PlanError for columns that match no format, or say what is not learned. Its images are not read."""
+        if self.switches is None:
+            self.switches = {}
         self._fields(row, source)
 
     def _fields(self, row: dict, source: str) -> tuple[Schema, dict, dict, dict[str, str]]:
@@ -664,7 +668,15 @@ class RowReader:
             or self._asked_too(name, value, row, schema)
             or self._one_more_text(name, value, row, schema)
             or _part_of_row(name, value, row, schema)
+            or self._switched(name, value)
         )
+
+    def _switched(self, name: str, value: Any) -> str | None:
+        """The meaning of a column that says yes of some rows and no of others, by whatever name."""
+        switch = switch_of(name, value)
+        if switch is None or self.switches is None or self.switches.setdefault(name, switch) == switch:
+            return None
+        return f"is {str(switch).lower()}, and the other in rows above, which may say which rows are wanted"
 
     def _meaning(self, column: str, value: Any, row: dict, schema: Schema) -> str | None:
         """The meaning that a column's name and value have in rows of all formats."""

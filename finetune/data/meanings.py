@@ -193,6 +193,50 @@ GOOD = {
     *("training", "enabled", "active", "published"),
 }
 NOT_TO_LEARN = re.compile(r"(do_not|dont|never)_.*|opt(ed)?_out")
+# Words of names that say what a text is or has, and nothing of whether it is wanted.
+OF_CONTENT = {
+    *(
+        "has",
+        "have",
+        "had",
+        "contains",
+        "includes",
+        "multi",
+        "multiturn",
+        "redacted",
+        "synthetic",
+        "generated",
+        "translated",
+    ),
+    *(
+        "anonymized",
+        "stream",
+        "streaming",
+        "streamed",
+        "cached",
+        "formatting",
+        "code",
+        "math",
+        "tool",
+        "tools",
+        "image",
+    ),
+    *(
+        "system",
+        "public",
+        "private",
+        "human",
+        "machine",
+        "language",
+        "english",
+        "long",
+        "short",
+        "first",
+        "last",
+        "new",
+    ),
+    *("search", "web", "reasoning", "thinking", "parallel", "duplicate", "original", "augmented"),
+}
 VERDICTS = (
     *("incorrect", "rejected", "failed", "fail", "wrong", "discarded", "disapproved", "invalid", "declined"),
     *("reject", "delete", "remove", "exclude", "retracted", "withdrawn", "unusable"),
@@ -350,6 +394,17 @@ def are_said(texts: Iterable[str], said: str) -> bool:
 @lru_cache(4096)
 def _bad_values(name: str) -> frozenset[str]:
     return frozenset(word for like, bad in UNWANTED.items() if like.fullmatch(name) for word in bad)
+
+
+def switch_of(name: str, value: Any) -> bool | None:
+    """The value of a column that says yes or no, by its plain name; None for any other, and for what a text has."""
+    if OF_CONTENT & set(name.split("_")):
+        return None
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().casefold())
+    if isinstance(value, bool) or (value in (0, 1) and name.startswith(("is_", "was_")) and isinstance(value, int)):
+        return bool(value)
+    return None
 
 
 def is_unwanted(name: str, value: Any) -> bool:

@@ -774,3 +774,23 @@ def test_a_later_row_is_judged_before_anything_is_loaded(values, tmp_path):
     raw = read_rows(jsonl(tmp_path / "a.jsonl", rows))
     with pytest.raises(PlanError, match="a.jsonl:2: "):
         check_columns(raw, RowOptions(), "--dataset a")
+
+
+@pytest.mark.parametrize("values", [(True, False), ("True", "false"), (False, None, True)])
+def test_a_column_that_says_yes_of_some_rows_is_refused_by_whatever_name(values, tmp_path):
+    raw = read_rows(jsonl(tmp_path / "a.jsonl", [QNA | {"zorp": value} for value in values]))
+    last = str(values[-1]).lower()
+    with pytest.raises(
+        PlanError, match=rf"a.jsonl:{len(values)}: column 'zorp' is {last}, and the other in rows above"
+    ):
+        check_columns(raw, RowOptions(), "--dataset a")
+    check_columns(raw, RowOptions(ignored=("zorp",)), "--dataset a")
+
+
+@pytest.mark.parametrize("more", [{"zorp": True}, {"zorp": 1}, {"has_code": True}, {"redacted": True}])
+def test_what_all_rows_say_counts_and_what_a_text_has_are_a_line(more, tmp_path):
+    others = {name: value if name == "zorp" else False for name, value in more.items()}
+    if more == {"zorp": 1}:
+        others = {"zorp": 0}
+    raw = read_rows(jsonl(tmp_path / "a.jsonl", [QNA | more, QNA | others]))
+    check_columns(raw, RowOptions(), "--dataset a")
