@@ -12,6 +12,7 @@ import numpy as np
 
 from finetune.adapters.patterns import LEAF, PREFIX, Patterns, Uniform
 from finetune.errors import PlanError
+from finetune.model_files.entries import check_entries
 from finetune.model_files.published import verified
 from finetune.parts.by_layer import LARGEST_SCALE
 from finetune.safetensors_io import FloatTensors, digest_of, read_tensors
@@ -105,6 +106,7 @@ def _checked(tensors: Lazy, config: dict, file: Path) -> Lazy:
 
 
 def _file_of(folder: Path) -> Path:
+    check_entries(folder)
     file = folder / (MLX_LM_FILE if is_mlx_lm(folder) else PEFT_FILE)
     for path in (folder / CONFIG, file):
         if not path.is_file():

@@ -15,7 +15,7 @@ def check_entries(folder: Path) -> None:
     """Raises PlanError for a link to nothing, a pipe or a folder under the name of a model's file, and for one of the
     Hub's cache, weights aside, with other content than its name says.
     """
-    for file in sorted(folder.iterdir()):
+    for file in sorted(folder.glob("*")):
         if not any(fnmatch(file.name, pattern) for pattern in HUB_PATTERNS) or not is_regular(file):
             continue
         if file.suffix != ".safetensors" and os.access(file, os.R_OK):

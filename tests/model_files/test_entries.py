@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from finetune.adapters.saved import read_adapter
 from finetune.errors import PlanError
 from finetune.model_files.files import find_model
 from finetune.model_files.tokenizer import load_tokenizer
@@ -63,6 +64,16 @@ def test_a_template_that_links_to_nothing_or_is_a_pipe_is_refused_in_a_local_fol
     template.unlink()
     template.symlink_to(tmp_path / "gone")
     assert refused(folder) == f"{template}: is not a regular file. Remove it, or put the file in its place."
+
+
+def test_an_adapter_whose_manifest_is_gone_is_not_one_without(tmp_path):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    (tmp_path / "manifest.json").symlink_to("gone")
+    with pytest.raises(PlanError, match="manifest.json: links to gone, which is not there"):
+        read_adapter(tmp_path)
+    with pytest.raises(PlanError, match=r"none: has no adapter_config.json"):
+        read_adapter(tmp_path / "none")
 
 
 def test_a_link_to_nothing_under_another_name_is_the_users(tiny_model, tmp_path):
