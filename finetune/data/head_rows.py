@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from finetune.data.columns import Row
+from finetune.data.columns import OF_TASKS, Row
+from finetune.data.formats import needs_template, uses_template
 from finetune.data.labels import number_of
 from finetune.data.meanings import texts_in
+from finetune.data.preference_rows import as_answer
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts.objectives import EMBED
@@ -27,12 +29,11 @@ def texts_of(row: Row) -> list[tuple[Row, int]]:
     return [(text_row(row, "text"), number_of(row))]
 
 
-def reads_messages(row: Row) -> bool:
-    """True for a row whose text is messages, or has a system prompt, which the chat template renders."""
-    text = row.get("text")
-    if text is None:
-        text = row.get("anchor")
-    return not isinstance(text, str) or bool(row.get("system"))
+def reads_messages(row: Row, has_template: bool) -> bool:
+    """True for a row of a head whose texts the chat template renders."""
+    if row.format in OF_TASKS:
+        return needs_template(row)
+    return uses_template(as_answer(row), has_template)
 
 
 def text_row(row: Row, name: str) -> Row:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from finetune.data.columns import Notices
+from finetune.data.images.decode_process import orientation_of, upright
 from finetune.data.images.references import ImageReference, has_signature, keep_image
 from finetune.data.reading.arrow import features_in
 from finetune.data.reading.mixture import KEYS
@@ -268,9 +269,12 @@ def is_picture(value: Any) -> bool:
 
 
 def _png_of(picture: Any, where: str) -> bytes:
-    """A Pillow image's pixels as a PNG file. Raises PlanError for one that cannot be read or written, and for pixels
-    without a known white.
+    """A Pillow image's pixels as a PNG file, turned as its EXIF says. Raises PlanError for one that cannot be read or
+    written, and for pixels without a known white.
     """
+    with untrusted(f"{where}: the image cannot be read", "Save it again.", reads=False):
+        picture.load()  # which turns some formats itself
+        picture = upright(picture, orientation_of(picture))
     if picture.mode in DEEP_MODES:
         with untrusted(f"{where}: the image cannot be read", "Save it again.", reads=False):
             picture = picture.convert("I").convert("I;16")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.collate import largest_microbatch, microbatches, showing_images
-from finetune.data.columns import OF_TASKS, Row
+from finetune.data.columns import Row
 from finetune.data.head_rows import reads_messages
 from finetune.data.held_out import prompts_of
 from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_steps
@@ -16,6 +16,7 @@ from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, Engine, ShowingImages, StepResult
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.data import DataPlan
+from finetune.parts.objectives import GENERATE
 from finetune.parts.parts import Parts
 from finetune.parts.run_data import PROCESSOR
 from finetune.parts.train_state import Cursor, TrainState
@@ -161,7 +162,9 @@ class Data:
     @property
     def reads_messages(self) -> bool:
         """True for rows of a head whose texts are messages."""
-        return self.example is not None and self.example.format in OF_TASKS and reads_messages(self.example)
+        if self.example is None or self.train.task == GENERATE:
+            return False
+        return reads_messages(self.example, bool(self.tokenizer.chat_template))
 
     @property
     def only_asks(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from finetune.adapters.heads import HeadRecord
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
-from finetune.data.columns import OF_TASKS, RowOptions
+from finetune.data.columns import RowOptions
 from finetune.data.facts import shared_positives
 from finetune.data.formats import needs_template
 from finetune.data.head_rows import reads_messages
@@ -77,9 +77,10 @@ def scored(
     figures = {"rows": rows.num_rows, **values}
     record = HeadRecord.read(Path(args.checkpoint))
     others = 0
-    if record is not None and record.messages is not None and options.task in OF_TASKS:
+    if record is not None and record.messages is not None:
         learned = record.messages
-        others = counted([read], lambda row: int(reads_messages(row) is not learned))[1]
+        has_template = bool(tokenizer.chat_template)
+        others = counted([read], lambda row: int(reads_messages(row, has_template) is not learned))[1]
     tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     notes = [f"note: {line}" for line in rows.notices]
     if others:

@@ -7,6 +7,7 @@ masked, leave the process.
 
 import csv
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ FILE = "trackers.json"
 TABLE = "metrics.csv"
 EVENTS = "tensorboard"
 SENT = ("step", "eval", "system")  # the events whose numbers are logged
+NOT_IN_MLFLOW = re.compile(r"[^\w. :/-]")  # characters of a name
 MOST_PARAMETERS = 100  # that MLflow takes at once
 FLUSH_S = 10  # of TensorBoard's files
 FIRST_COLUMNS = ("event", "step", "time", "loss", "lr", "grad_norm", "num_tokens", "num_targets", "tokens_per_s")
@@ -222,8 +224,10 @@ class MLflow:
         self.identity = {"run_id": self.run_id}
         self.have: dict[str, dict[int, float]] = {}  # {number: {step: value}} that are there, of a resumed run
         self.resumed = bool(known)
+        self.names: dict[str, str] = {}  # {name there: name here}
 
     def log(self, event: dict, numbers: dict[str, float]) -> None:
+        numbers = {allowed_name(name, self.names): value for name, value in numbers.items()}
         at = int(event["time"] * 1000)
         new = [self.metric(n, v, at, event["step"]) for n, v in numbers.items() if not self._has(n, event["step"], v)]
         if new:
@@ -240,6 +244,20 @@ class MLflow:
     def finish(self, status: str) -> None:
         words = {"finished": "FINISHED", "failed": "FAILED"}
         self.client.set_terminated(self.run_id, words.get(status, "KILLED"))
+
+
+def allowed_name(name: str, names: dict[str, str]) -> str:
+    """The name that a number has in MLflow, which refuses some characters and parts of paths, and then the whole event.
+    `names`: {name there: name here}, which keeps it; no two numbers have one name.
+    """
+    parts = (part for part in NOT_IN_MLFLOW.sub("_", name).split("/") if part not in ("", ".", ".."))
+    plain = "/".join(parts)
+    found = plain
+    number = 2
+    while names.setdefault(found, name) != name:
+        found = f"{plain}_{number}"
+        number += 1
+    return found
 
 
 class Trackio:

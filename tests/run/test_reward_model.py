@@ -139,3 +139,16 @@ def test_what_does_not_fit_is_refused_in_a_line(flags, tmp_path, changes, fact):
 def test_two_ranks_are_one(flags, tmp_path, changes):
     first, second = one_and_two_ranks(flags, tmp_path, changes)
     assert second["rewards/margins"] == pytest.approx(first["rewards/margins"], rel=1e-3)
+
+
+def test_pairs_in_another_form_than_those_learned_are_said(trained):
+    rows = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}]}
+        | {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+        for row in ROWS[:5]
+    ]
+    (line,) = [line for line in trained.score(rows)["notes"] if "another form" in line]
+    assert line.startswith(
+        "note: 5 of the 5 rows are messages, rendered by the chat template, and the run learned texts"
+    )
+    assert not [line for line in trained.score(ROWS).get("notes", []) if "another form" in line]

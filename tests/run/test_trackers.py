@@ -16,7 +16,7 @@ import pytest
 from backend_manager import package_version
 from finetune.errors import PlanError
 from finetune.parts.log_to import PACKAGES, names_of
-from finetune.run.trackers import Trackers, masked, numbers_of
+from finetune.run.trackers import Trackers, allowed_name, masked, numbers_of
 from tests.support import ranks
 from tests.support.commands import ROOT, command, finish, wait_for_steps
 from tests.support.plans import plan_of
@@ -236,6 +236,24 @@ def test_a_tracker_that_fails_is_one_line_and_the_others_go_on(tmp_path, error, 
     trackers.finish("finished")
     assert said == [f"  note: --log_to wandb: it failed ({fact}). It gets no more of this run."]
     assert (tmp_path / "metrics.csv").read_text().count("step,") == 3  # and the head
+
+
+def test_names_of_files_are_names_in_mlflow():
+    """It refuses an event for one of its names: all others of the run were lost with it."""
+    names: dict = {}
+    for given, expected in (
+        ("step/loss", "step/loss"),
+        ("eval/loss/v(1).jsonl", "eval/loss/v_1_.jsonl"),
+        ("eval/loss/v[1].jsonl", "eval/loss/v_1_.jsonl_2"),
+        ("eval/loss/../rows//é&.jsonl", "eval/loss/rows/é_.jsonl"),
+        ("eval/loss/v(1).jsonl", "eval/loss/v_1_.jsonl"),
+    ):
+        assert allowed_name(given, names) == expected
+    if installed("mlflow"):
+        from mlflow.utils.validation import _validate_metric_name
+
+        for name in names:
+            _validate_metric_name(name)
 
 
 def test_secrets_are_masked_in_names_texts_and_lists(monkeypatch):

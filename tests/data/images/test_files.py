@@ -25,6 +25,7 @@ from tests.support.commands import ROOT
 from tests.support.rows import jsonl
 
 Image = pytest.importorskip("PIL.Image", reason="needs the package pillow")
+ImageOps = pytest.importorskip("PIL.ImageOps", reason="needs the package pillow")
 
 RNG = np.random.default_rng(3)
 PIXELS = [RNG.integers(0, 256, (4 + i, 6, 3), np.uint8) for i in range(3)]
@@ -259,11 +260,24 @@ def test_pictures_of_other_modes_are_kept(cache, reader):
         rows = [{"question": "?", "answer": "a", "image": picture.convert(mode)}]
         ((found,),) = pixels_of(as_file(rows, "dataset"), reader)
         assert found.shape == (picture.height, picture.width, 3)
-    with pytest.raises(PlanError, match="row 1: column image: the image cannot be written as PNG"):
+    with pytest.raises(PlanError, match="row 1: column image: the image cannot be read"):
         picture = Image.open(io.BytesIO(png(0)[:60]))
         as_file([{"question": "?", "answer": "a", "image": picture}], "dataset")
     with pytest.raises(PlanError, match="column data is bytes, which is no text"):
         as_file([{"question": "?", "answer": "a", "data": b"no image"}], "dataset")
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_picture_is_turned_as_its_file_is(cache, reader, tmp_path, fmt):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(RNG.integers(0, 256, (12, 20, 3), np.uint8)).save(tmp_path / "a", fmt, exif=exif)
+    rows = [{"question": "?", "answer": "a", "image": Image.open(tmp_path / "a")}]
+    upright = [{"question": "?", "answer": "a", "image": ImageOps.exif_transpose(Image.open(tmp_path / "a"))}]
+    ((expected,),) = pixels_of(jsonl(tmp_path / "rows.jsonl", [rows[0] | {"image": "a"}]), reader)
+    for given in (rows, upright):
+        ((found,),) = pixels_of(as_file(given, "dataset"), reader)
+        assert found.shape == (20, 12, 3) and (found == expected).all()
 
 
 def test_a_picture_is_what_its_file_is_whatever_its_mode(cache, reader, tmp_path):
