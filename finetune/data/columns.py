@@ -134,7 +134,7 @@ OF_TASKS = ("classify", "embed")  # formats of rows that a head beside the model
 LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # whether a turn is, as programs name it
 FIELDS = (*dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)), IMAGE_FIELD)
 # Columns beside a question that may be a part of it.
-ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task")
+ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task", "input")
 # Those beside a conversation or a text, which is itself the task of some.
 ASKED_BESIDE = ("instruction", "prompt", "question", "query", "input", "message", "user_message", "user_input")
 # Columns beside a question that hold one of its choices, two of them at least.
@@ -152,6 +152,7 @@ IN_CELLS = ("messages", "tools", "history", "chat_template_kwargs")  # fields th
 ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
 HOLDS_ALL = {"chat": "messages", "text": "text"}  # formats whose one field holds both questions and answers
 ASKED = {"qna": "question", "alpaca": "instruction", "prompt_completion": "prompt"}
+ASKED |= dict.fromkeys(PREFERENCES, "prompt")
 # Columns beside the texts of a head that may hold one more, or a part of one.
 ONE_MORE_TEXT = re.compile(
     r"(completion|response|answer|output|solution|reply|context|passage|document|body|aspect|term|premise|hypothesis|input|instruction|prompt)s?"
@@ -705,7 +706,7 @@ class RowReader:
             is_answer = not _is_said(value, _said(row, schema))
         if not is_answer or (answer in self.options.columns):
             return None
-        if schema.format in HOLDS_ALL:
+        if schema.format in (*HOLDS_ALL, *PREFERENCES):
             hint = " (--columns question=text learns it as the text's)" if schema.format == "text" else ""
             return None if _is_said(value, _said(row, schema)) else ANOTHER_ANSWER + hint
         used = schema.columns.get(answer or "", ())
@@ -753,7 +754,7 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
         return None
     if PLACE_OF_TURN.fullmatch(name) and str(value).isdigit() and int(value) > 1 and schema.format != "chat":
         return "makes a conversation of several rows"
-    if CHOICE.fullmatch(name) and schema.format in ASKED:
+    if CHOICE.fullmatch(name) and schema.format in ANSWERED:
         choices = [column for column in schema.unused if CHOICE.fullmatch(plain_name(str(column)))]
         fields = schema.columns.items()
         asked = " ".join(str(row.get(c)) for n, columns in fields if n != ANSWERED[schema.format] for c in columns)

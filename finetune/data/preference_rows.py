@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import question_text
+from finetune.data.meanings import are_said, texts_in
 from finetune.errors import PlanError
 from finetune.system.json_files import json_kind
 
@@ -94,9 +95,18 @@ def pair_of(row: Row) -> tuple[Row, Row]:
 
 
 def _count_unused(row: Row, used: set) -> None:
+    """Counts what is asked beside the prompt. Raises PlanError for a text that the row's other columns do not have."""
+    others = [value for name, value in row.values.items() if name in used or name in ("chosen", "rejected", "system")]
     for name in ("prompt", "question", "context"):
-        if name not in used and row.get(name):
-            row.note(f"column {row.columns[name]!r} is not used")
+        if name in used or not row.get(name):
+            continue
+        column = row.columns[name]
+        if not are_said(texts_in(row.get(name), leaves=True), "\n".join(texts_in(others))):
+            raise PlanError(
+                f"{row.source}: column {column!r} may be a part of the prompt, and the pair is read without it. Put it "
+                f"into the prompt, or add --ignore_columns {column.strip().casefold()} to train without it."
+            )
+        row.note(f"column {column!r} is not used")
 
 
 def with_prompt(row: Row) -> Row:

@@ -146,7 +146,7 @@ def test_what_else_is_asked_is_used_or_counted(tmp_path, chat_tokenizer, plain_t
     chat = {"question": "Hello", "context": "It rains.", "chosen": [HI], "rejected": [NO]}
     first, _ = shown(read(tmp_path, chat_tokenizer, [chat]), chat_tokenizer)
     assert first == TURN.format("It rains.\n\nHello") + "⟦Hi.<|im_end|>⟧"
-    found = read(tmp_path, plain_tokenizer, [EXPLICIT | {"question": "Why?", "input": "x"}])
+    found = read(tmp_path, plain_tokenizer, [EXPLICIT | {"question": "A:", "input": "A"}])
     assert shown(found, plain_tokenizer) == TEXTS["a prompt and two answers"][1]
     assert any("'question' (1)" in line and "'input' (1)" in line for line in found.notices)
 
@@ -280,3 +280,27 @@ def test_a_strength_below_zero_is_said_to_be_of_a_pair_the_wrong_way_round(tmp_p
             noted = read(tmp_path, plain_tokenizer, [EXPLICIT | {name: value}]).noted
             wrong = [line for line in noted if "wrong way round" in line]
             assert bool(wrong) == (value != 3), (name, value)
+
+
+PAIR = {"prompt": "How tall is it?", "chosen": "40 cm.", "rejected": "No idea."}
+BY_LABEL = {"prompt": "How tall is it?", "completion": "40 cm.", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"context": "A lamp."}, "column 'context' may be a part of the prompt"),
+        ({"documents": ["A lamp."]}, "column 'documents' may be a part of the prompt"),
+        ({"persona": "a pirate"}, "column 'persona' may be a part of the prompt"),
+        ({"question": "In inches?"}, "column 'question' may be a part of the (prompt|question)"),
+        ({"answer": "41 cm."}, "column 'answer' is another answer"),
+        ({"turn_index": 2}, "makes a conversation of several rows"),
+    ],
+)
+@pytest.mark.parametrize("row", [PAIR, BY_LABEL])
+def test_what_is_beside_a_pair_is_judged_as_beside_a_question(row, more, said, tmp_path, plain_tokenizer):
+    options = LABELS if row is BY_LABEL else PAIRS
+    with pytest.raises(PlanError, match=said):
+        read(tmp_path, plain_tokenizer, [row | more], options)
+    beside = {"answer": "40 cm.", "context": "How tall", "source": "a", "topic": "lamps"}
+    assert read(tmp_path, plain_tokenizer, [row | beside], options).num_rows == 1
