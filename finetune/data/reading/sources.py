@@ -30,6 +30,7 @@ from finetune.model_files.hub import (
 )
 from finetune.system.files import cache_folder, check_inside, is_regular, replace
 from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.threads import Pool
 from finetune.system.untrusted import untrusted
 
 
@@ -346,7 +347,8 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
         raise PlanError(f"{what}: no such file, and the Hub is unreachable ({fact}). Give a local file.") from error
     for path in paths:
         check_inside(path)
-        check_blob(path)
+    with Pool(4) as pool:  # hashlib releases the GIL
+        list(pool.map(check_blob, paths))
     files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
     return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
 

@@ -196,6 +196,30 @@ def test_a_snapshot_of_another_program_is_read_by_its_card_and_in_full(tmp_path,
     assert [row["prompt"] for row in read_rows("org/rows").rows] == ["train_new"]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_hubs_cache_is_read_as_it_is_on_this_disk_or_another(elsewhere, tmp_path, monkeypatch):
+    """Its files are links from folders of any depth, and its own folder may be one."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = tmp_path / "hub" / "datasets--org--rows"
+    if elsewhere:
+        (tmp_path / "hub").mkdir()
+        (tmp_path / "disk").mkdir()
+        root.symlink_to(tmp_path / "disk")
+    folder = root / "snapshots" / ("c" * 40) / "data" / "en"
+    for each in (folder, root / "refs", root / "blobs"):
+        each.mkdir(parents=True)
+    (root / "refs" / "main").write_text("c" * 40)
+    jsonl(root / "blobs" / "an-etag", ROWS)
+    (folder / "train.jsonl").symlink_to("../../../../blobs/an-etag")
+    assert [row["prompt"] for row in read_rows("org/rows").rows] == [row["prompt"] for row in ROWS]
+    (folder / "train.jsonl").unlink()
+    (folder / "train.jsonl").symlink_to(jsonl(tmp_path / "other.jsonl", ROWS))
+    with pytest.raises(PlanError, match="train.jsonl: links to .*other.jsonl, outside the folder"):
+        read_rows("org/rows")
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
