@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from finetune.data.reading.sources import read_rows
+from finetune.data.reading.sources import _other_parts, read_rows
 from finetune.errors import PlanError
 from tests.support.commands import ROOT
 from tests.support.rows import GOOD, ROWS, jsonl
@@ -194,6 +195,19 @@ def test_a_snapshot_of_another_program_is_read_by_its_card_and_in_full(tmp_path,
     card = "---\nconfigs:\n- config_name: default\n  data_files: train_new.jsonl\n---\n"
     (folder / "README.md").write_text(card)
     assert [row["prompt"] for row in read_rows("org/rows").rows] == ["train_new"]
+    # A card that names some of the parts alone.
+    (folder / "data").mkdir()
+    for name in ("data/x-00000-of-00009", "data/x-00001-of-00009"):
+        jsonl(folder / f"{name}.jsonl", [{"prompt": name, "completion": "b"}])
+    (folder / "README.md").write_text(card.replace("train_new.jsonl", "data/x-0000[01]-of-*.jsonl"))
+    assert len(read_rows("org/rows").rows) == 2
+
+
+def test_parts_of_a_large_dataset_are_counted_at_once():
+    names = [f"data/train-{k:05d}-of-04000.parquet" for k in range(3999)]
+    start = time.perf_counter()
+    assert _other_parts(names) == ["data/train-03999-of-04000.parquet"]
+    assert time.perf_counter() - start < 1  # each part's others, listed again, took minutes
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
