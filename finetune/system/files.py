@@ -60,8 +60,8 @@ def outside(file: Path) -> Path | None:
     folder = file.parent.resolve()
     target = file.resolve()
     roots = [folder]
-    if folder.parent.name == "snapshots":  # Hub cache: snapshots/<commit>/file -> ../../blobs/<hash>
-        roots.append(folder.parent.parent / "blobs")
+    # Hub cache: snapshots/<commit>/data/file -> ../../../blobs/<hash>
+    roots += [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
     return None if any(target.is_relative_to(root) for root in roots) else target
 
 

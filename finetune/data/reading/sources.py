@@ -30,6 +30,7 @@ from finetune.model_files.hub import (
 )
 from finetune.system.files import cache_folder, check_inside, is_regular, replace
 from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.threads import Pool
 from finetune.system.untrusted import untrusted
 
 
@@ -346,7 +347,8 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
         raise PlanError(f"{what}: no such file, and the Hub is unreachable ({fact}). Give a local file.") from error
     for path in paths:
         check_inside(path)
-        check_blob(path)
+    with Pool(4) as pool:  # hashlib releases the GIL
+        list(pool.map(check_blob, paths))
     files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
     return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
 
@@ -370,7 +372,7 @@ def _keep_listing(name: str, commit: str, names: list[str], card: dict) -> None:
 
 def _listing_of(name: str, folder: Path) -> tuple[list[str], dict]:
     """(files of a snapshot's commit, its card), as they were listed over the network; without a list, as by another
-    program's download, those that are there.
+    program's download, those that are there and the other parts that their numbers name.
     """
     import huggingface_hub
 
@@ -379,16 +381,16 @@ def _listing_of(name: str, folder: Path) -> tuple[list[str], dict]:
         return kept["names"], kept["card"]
     except (FileNotFoundError, JsonFileError):
         pass
-    names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
+    names = sorted(names + _other_parts(names))
     if "README.md" not in names:
         return names, {}
     return names, huggingface_hub.DatasetCard.load(folder / "README.md").data.to_dict()
 
 
 def _check_is_whole(chosen: list[str], folder: Path, what: str) -> None:
-    """Raises PlanError for a snapshot that lacks files of a split, by their list or by their own numbers."""
+    """Raises PlanError for a snapshot that lacks files of a split."""
     lacks = [name for name in chosen if not (folder / name).is_file()]
-    lacks += _other_parts(chosen)
     if lacks:
         others = ""
         if len(lacks) > 1:
@@ -401,12 +403,13 @@ def _check_is_whole(chosen: list[str], folder: Path, what: str) -> None:
 
 def _other_parts(names: list[str]) -> list[str]:
     """The files that files called 1 of several name, and that are not among these."""
-    found: dict[str, None] = {}
-    for name in names:
-        if part := PART_OF.fullmatch(name):
-            before, _, total, after = part.groups()
-            found |= {f"{before}{k:05d}-of-{total}{after}": None for k in range(min(int(total), MOST_PARTS))}
-    return [name for name in found if name not in set(names)]
+    there = set(names)
+    families = dict.fromkeys(part.group(1, 3, 4) for name in names if (part := PART_OF.fullmatch(name)))
+    found = []
+    for before, total, after in families:
+        parts = [f"{before}{k:05d}-of-{total}{after}" for k in range(min(int(total), MOST_PARTS))]
+        found += [part for part in parts if part not in there]
+    return found
 
 
 def _check_commit(paths: dict[str, Path], commit: str, what: str) -> None:

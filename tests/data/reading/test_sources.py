@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from finetune.data.reading.sources import read_rows
+from finetune.data.reading.sources import _other_parts, read_rows
 from finetune.errors import PlanError
 from tests.support.commands import ROOT
 from tests.support.rows import GOOD, ROWS, jsonl
@@ -194,6 +195,43 @@ def test_a_snapshot_of_another_program_is_read_by_its_card_and_in_full(tmp_path,
     card = "---\nconfigs:\n- config_name: default\n  data_files: train_new.jsonl\n---\n"
     (folder / "README.md").write_text(card)
     assert [row["prompt"] for row in read_rows("org/rows").rows] == ["train_new"]
+    # A card that names some of the parts alone.
+    (folder / "data").mkdir()
+    for name in ("data/x-00000-of-00009", "data/x-00001-of-00009"):
+        jsonl(folder / f"{name}.jsonl", [{"prompt": name, "completion": "b"}])
+    (folder / "README.md").write_text(card.replace("train_new.jsonl", "data/x-0000[01]-of-*.jsonl"))
+    assert len(read_rows("org/rows").rows) == 2
+
+
+def test_parts_of_a_large_dataset_are_counted_at_once():
+    names = [f"data/train-{k:05d}-of-04000.parquet" for k in range(3999)]
+    start = time.perf_counter()
+    assert _other_parts(names) == ["data/train-03999-of-04000.parquet"]
+    assert time.perf_counter() - start < 1  # each part's others, listed again, took minutes
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_hubs_cache_is_read_as_it_is_on_this_disk_or_another(elsewhere, tmp_path, monkeypatch):
+    """Its files are links from folders of any depth, and its own folder may be one."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = tmp_path / "hub" / "datasets--org--rows"
+    if elsewhere:
+        (tmp_path / "hub").mkdir()
+        (tmp_path / "disk").mkdir()
+        root.symlink_to(tmp_path / "disk")
+    folder = root / "snapshots" / ("c" * 40) / "data" / "en"
+    for each in (folder, root / "refs", root / "blobs"):
+        each.mkdir(parents=True)
+    (root / "refs" / "main").write_text("c" * 40)
+    jsonl(root / "blobs" / "an-etag", ROWS)
+    (folder / "train.jsonl").symlink_to("../../../../blobs/an-etag")
+    assert [row["prompt"] for row in read_rows("org/rows").rows] == [row["prompt"] for row in ROWS]
+    (folder / "train.jsonl").unlink()
+    (folder / "train.jsonl").symlink_to(jsonl(tmp_path / "other.jsonl", ROWS))
+    with pytest.raises(PlanError, match="train.jsonl: links to .*other.jsonl, outside the folder"):
+        read_rows("org/rows")
 
 
 @pytest.mark.parametrize(
