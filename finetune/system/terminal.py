@@ -19,6 +19,8 @@ from finetune.errors import NO_SPACE, OutputClosedError
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 USERINFO = re.compile(r"(?<=://)[^\s/?#]*@")
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY)$", re.IGNORECASE)
+# Tokens of the Hub and of other services, as these begin them.
+TOKEN = re.compile(r"\b(?:(?:hf|ghp|gho|ghs)_[A-Za-z0-9]{16,}|(?:glpat-|github_pat_|sk-)[A-Za-z0-9_-]{16,})")
 MIN_SECRET = 8  # a shorter value, such as a 1, would be masked wherever it occurs
 MASK = "***"
 WIDTH = 80  # of a terminal that does not say its own
@@ -160,7 +162,7 @@ def log_error(text: object) -> None:
 
 def clean(text: str) -> str:
     """`text` without secrets, its control characters as visible escapes."""
-    text = USERINFO.sub(f"{MASK}@", text)
+    text = TOKEN.sub(MASK, USERINFO.sub(f"{MASK}@", text))
     for secret in secrets():
         text = text.replace(secret, MASK)
     return CONTROL.sub(_escape, text)

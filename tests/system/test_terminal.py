@@ -35,6 +35,15 @@ def test_values_of_secret_variables_are_masked_wherever_they_occur(monkeypatch):
     assert clean(text) == "***; key ***; login me *** or ***: true"
 
 
+def test_tokens_are_masked_whoever_gave_them():
+    hub, other = "hf_" + "aB3" * 11, "sk-proj-" + "aB3_" * 8
+    text = f"error: --hub_token {hub}: no flag; key {other}."
+    assert clean(text) == "error: --hub_token ***: no flag; key ***."
+    assert clean("--hf_use_auth_token, hf_transfer, task-specific-adapters-of-everything") == (
+        "--hf_use_auth_token, hf_transfer, task-specific-adapters-of-everything"
+    )
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_the_encoding_lacks_is_replaced(encoding):
     assert encodable("é ⟦x⟧ ━ 日", "utf-8") == "é ⟦x⟧ ━ 日"
