@@ -76,6 +76,7 @@ def refused(ask) -> str:
 def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch, tiny_model):
     monkeypatch.setattr(hub, "ANSWER_S", 0.7)
     monkeypatch.setattr(hub_upload, "UPLOAD_TIMEOUT_S", 0.7)
+    monkeypatch.setattr(hub_upload, "SLOWEST_RATE", 10**9)
     monkeypatch.setattr(hub, "DOWNLOAD_S", 0.7)
     monkeypatch.setattr(hub, "SLOWEST_RATE", 10**9)
     for part, ask in (

@@ -372,7 +372,7 @@ def _keep_listing(name: str, commit: str, names: list[str], card: dict) -> None:
 
 def _listing_of(name: str, folder: Path) -> tuple[list[str], dict]:
     """(files of a snapshot's commit, its card), as they were listed over the network; without a list, as by another
-    program's download, those that are there and the other parts that their numbers name.
+    program's download, those in the folder and the other parts of their numbers.
     """
     import huggingface_hub
 
