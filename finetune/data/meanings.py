@@ -180,8 +180,8 @@ OF_CONTENT |= {"last", "new", "search", "web", "reasoning", "thinking", "paralle
 OF_CONTENT |= {"augmented", "custom", "classification", "question", "answerable", "impossible", "adversarial"}
 OF_CONTENT |= {"natured", "jailbreak", "roleplay", "creative", "fiction", "dialogue", "followup", "numeric", "negated"}
 OF_CONTENT |= {"easy", "hard", "difficult", "complex", "voice", "video", "quote", "reply", "retweet", "self", "fork"}
-OF_CONTENT |= {"vendor", "vendored", "purchase", "anony", "anonymous", "over", "locked", "pinned", "stickied", "spoiler"}
-OF_CONTENT |= {"mobile", "weekend", "male", "female"}
+OF_CONTENT |= {"vendor", "vendored", "purchase", "anony", "anonymous", "over", "locked", "pinned", "stickied"}
+OF_CONTENT |= {"spoiler", "mobile", "weekend", "male", "female"}
 VERDICTS = (
     *("incorrect", "rejected", "failed", "fail", "wrong", "discarded", "disapproved", "invalid", "declined"),
     *("reject", "delete", "remove", "exclude", "retracted", "withdrawn", "unusable"),

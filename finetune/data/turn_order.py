@@ -1,6 +1,8 @@
 """The order of a row's messages, by what they say of it themselves: their parents and their times."""
 
 import contextlib
+import math
+import re
 from datetime import datetime, timezone
 from typing import Any
 
@@ -11,7 +13,11 @@ from finetune.errors import PlanError
 TIMES = ("created_at", "create_time", "created", "timestamp", "ts", "sent_at")
 DATES = ("time", "date", "datetime", "date_time")  # whose small numbers are durations, or years
 EPOCH_S = 1e9  # a number above it is of seconds since 1970
-SAME_MOMENT_S = 1.0  # by which clocks of a message and its answer may differ
+SMALLER_UNIT_S = 1e11  # a number above it is of milliseconds, or less
+SAME_MOMENT_S = 1.0  # by which times of one clock may fall
+CLOCKS_S = 60.0  # by which the clocks of a user's device and of a server may differ
+NUMBER = re.compile(r"\d{10,19}(\.\d*)?")  # as Slack writes its times
+SAYS = ("role", "from", "author", "sender", "speaker")
 
 
 def check_branch(messages: list, wheres: list[str], row: Row) -> None:
@@ -37,31 +43,49 @@ def check_branch(messages: list, wheres: list[str], row: Row) -> None:
 
 def check_order(messages: list, wheres: list[str], row: Row) -> None:
     """Raises PlanError for messages whose own times say another order, as of a list that begins with the newest."""
-    latest: dict[str, float] = {}
+    latest: dict[tuple, float] = {}
     for message, where in zip(messages, wheres, strict=True):
-        for column, value in message.items() if isinstance(message, dict) else ():
+        if not isinstance(message, dict):
+            continue
+        who = str(next((message[name] for name in SAYS if name in message), ""))
+        for column, value in message.items():
             name = plain_name(column)
-            at = None
-            if name in (*TIMES, *DATES) and column.strip().casefold() not in row.options.ignored:
-                at = _moment(value)
+            if name not in (*TIMES, *DATES) or column.strip().casefold() in row.options.ignored:
+                continue
+            form, at = _moment(value)
             if at is None or (name in DATES and at < EPOCH_S):
                 continue
-            apart = SAME_MOMENT_S if at > EPOCH_S else 0  # a smaller one is a number of its own
-            if at < latest.get(name, at) - apart:
-                raise PlanError(
-                    f"{where}.{column}' is before that of a message above it: the messages are not in their order. "
-                    f"Sort them, or add --ignore_columns {column}."
-                )
-            latest[name] = at
+            for key, apart in (((name, form, who), SAME_MOMENT_S), ((name, form), CLOCKS_S)):
+                if at < EPOCH_S:
+                    apart = 0  # a number of its own
+                if at < latest.get(key, at) - apart:
+                    raise PlanError(
+                        f"{where}.{column}' is before that of a message above it: the messages are not in their order. "
+                        f"Sort them, or add --ignore_columns {column}."
+                    )
+                latest[key] = at
 
 
-def _moment(value: Any) -> float | None:
-    """Seconds of a time, as a number (of milliseconds too) or in ISO's form; None for anything else."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, OverflowError):
-            found = datetime.fromisoformat(value.strip())
-            return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value / 1000 if value > 1000 * EPOCH_S else float(value)
+def _moment(value: Any) -> tuple[str, float | None]:
+    """(the form of a time, by which it compares with others; its seconds), of a number, of milliseconds and less too,
+    or of a text in ISO's form. None for anything else, and for times that stand for none: 0, and those of year 1.
+    """
+    form = "number"
+    at = None
+    with contextlib.suppress(ValueError, OverflowError):
+        text = str(value).strip()
+        if isinstance(value, str) and not NUMBER.fullmatch(text):
+            found = datetime.fromisoformat(text)
+            form = "without zone"
+            if len(text) <= len("2024-01-01"):
+                form = "day"
+            elif found.tzinfo is not None:
+                form = "with zone"
+            at = found.replace(tzinfo=found.tzinfo or timezone.utc).timestamp()
+        elif isinstance(value, str | int | float) and not isinstance(value, bool):
+            at = float(value)
+    if at is None or not 0 < at < math.inf:
+        return form, None
+    while at > SMALLER_UNIT_S and form == "number":
+        at /= 1000
+    return form, at

@@ -20,13 +20,12 @@ def fetched(url: str, source: str, most_bytes: int, is_kept: Callable[[bytes], b
     """The bytes at a URL, from the cache if it was read before and they were worth keeping. Raises PlanError, which
     `source` begins.
     """
-    folder = cache_folder("images")
-    key = _digest(url.encode())
+    folder = cache_folder("images") / _digest(url.encode())  # of its own: among all images it is slow to find
     said = f"{source}: {url[:SHOWN]}"
-    for kept in sorted(folder.glob(f"{key}-*")):
+    for kept in sorted(folder.glob("*")):
         with open_file(kept, "rb") as file:
             data = file.read()
-        if kept.name == f"{key}-{_digest(data)}":  # as it was written
+        if kept.name == _digest(data):  # as it was written
             return data
     if offline():
         raise PlanError(f"{said} was not read before, and HF_HUB_OFFLINE is set. {DOWNLOAD}")
@@ -39,7 +38,7 @@ def fetched(url: str, source: str, most_bytes: int, is_kept: Callable[[bytes], b
         return data
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replace(folder / f"{key}-{_digest(data)}") as file:
+        with replace(folder / _digest(data)) as file:
             file.write(data)
     except OSError:  # a cache only saves time
         return data
@@ -47,7 +46,7 @@ def fetched(url: str, source: str, most_bytes: int, is_kept: Callable[[bytes], b
 
 
 def _digest(data: bytes) -> str:
-    """32 digits of the sha256: of a URL and of an image in the name of one file."""
+    """32 digits of the sha256."""
     return hashlib.sha256(data).hexdigest()[:32]
 
 

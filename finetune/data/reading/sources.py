@@ -200,9 +200,11 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
 
 def _is_there(entry: Path) -> bool:
     """True for a file. Raises PlanError for what has a name of rows and is none, such as a link to nothing."""
-    if row_suffix(entry.name) in READERS:
-        return is_regular(entry)
-    return entry.is_file()
+    if row_suffix(entry.name) not in READERS or _is_about_data(entry.name):
+        return entry.is_file()
+    if entry.is_dir():  # as Spark writes a table
+        raise PlanError(f"{entry}: is a folder with the name of a file of rows. Give it alone, or move its files here.")
+    return is_regular(entry)
 
 
 def _check_table(folder: Path, what: str) -> None:

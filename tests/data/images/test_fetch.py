@@ -102,7 +102,8 @@ def test_a_url_is_read_once_and_without_the_hubs_token(server):
 def test_a_kept_image_that_is_not_as_it_was_written_is_asked_for_again(server):
     url = f"{server.url}/b.png"
     assert fetched(url, SOURCE, 1000) == fetched(url, SOURCE, 1000) == PNG
-    (kept,) = (file for file in cache_folder("images").iterdir() if _digest(url.encode()) in file.name)
+    # a folder of its own: of 100,000 images, listing all took 0.12 s for each
+    (kept,) = (cache_folder("images") / _digest(url.encode())).iterdir()
     kept.write_bytes(PNG[::-1])
     assert fetched(url, SOURCE, 1000) == fetched(url, SOURCE, 1000) == PNG
     assert [path for path, _ in server.asked] == ["/b.png"] * 2

@@ -269,6 +269,21 @@ def test_what_has_a_name_of_rows_and_holds_none_is_no_absent_file(tmp_path):
     os.mkfifo(other)
     with pytest.raises(PlanError, match=r"b.jsonl: is not a regular file"):
         read_rows(str(tmp_path))
+    other.unlink()
+    (tmp_path / ".#a.jsonl").symlink_to("user@host.1234")  # of Emacs, while it has a file open
+    (tmp_path / "README.md").symlink_to("gone")
+    assert len(read_rows(str(tmp_path)).rows) == len(ROWS)
+
+
+def test_a_folder_that_spark_wrote_is_read_alone(tmp_path):
+    folder = tmp_path / "out.jsonl"
+    folder.mkdir()
+    jsonl(folder / "part-00000-3f1c-c000.jsonl", ROWS)
+    for name in ("_SUCCESS", ".part-00000-3f1c-c000.jsonl.crc", "._SUCCESS.crc"):
+        (folder / name).touch()
+    assert len(read_rows(str(folder)).rows) == len(ROWS)
+    with pytest.raises(PlanError, match=r"out.jsonl: is a folder with the name of a file of rows. Give it alone"):
+        read_rows(str(tmp_path))
 
 
 def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
