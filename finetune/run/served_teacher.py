@@ -249,10 +249,12 @@ class Server:
         """The answer to a request, which is sent again where a server is busy or away. Raises PlanError."""
         from huggingface_hub.errors import HTTPError
 
+        left_s = LIST_S if body is None else ANSWER_S  # of all tries together
         for pause in (*PAUSES_S, None):
+            began = time.monotonic()
             try:
                 send = partial(self._send, path, body)
-                status, content = in_time(send, limit_s=LIST_S if body is None else ANSWER_S, meanwhile=self._waiting())
+                status, content = in_time(send, limit_s=left_s, meanwhile=self._waiting())
             except HTTPError as error:
                 fact = f"cannot be reached ({clean(str(error))[:SHOWN]})"
             except (ValueError, OSError) as error:  # an address that is none
@@ -266,7 +268,8 @@ class Server:
                     raise self.error(fact, f"Set {KEY} in the environment")
                 if status not in BUSY:
                     raise self.error(fact, "Is it the address of a server such as vLLM's, and does it give so many?")
-            if pause is None or body is None:
+            left_s -= time.monotonic() - began
+            if pause is None or body is None or left_s <= 0:
                 break
             until = time.monotonic() + pause
             while (left := until - time.monotonic()) > 0:

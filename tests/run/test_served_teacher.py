@@ -217,6 +217,27 @@ def test_a_server_whose_answer_has_no_end_is_a_line(flags, teacher, tmp_path, mo
         fine_tune(**flags | dict(teacher=address, teacher_cache=str(tmp_path / "c")))
 
 
+def test_a_server_that_takes_a_request_and_never_answers_is_asked_once(flags, teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr(served_teacher, "ANSWER_S", 1.5)
+    served = Served(teacher)
+    released = threading.Event()
+    asked = []
+
+    def before(method: str) -> None:
+        if method == "POST":
+            asked.append(method)
+            released.wait(30)
+
+    served.before = before
+    with serving(served) as address:
+        with pytest.raises(PlanError, match="cannot be reached .timed out: no whole answer in [12] s"):
+            fine_tune(
+                **flags | dict(teacher=address, teacher_cache=str(tmp_path / "c"), output_dir=str(tmp_path / "o"))
+            )
+        released.set()
+    assert len(asked) == 1
+
+
 def test_a_server_that_is_not_there_is_a_line_and_a_dry_run_asks_none(flags, tmp_path, capsys):
     how = flags | dict(teacher="http://127.0.0.1:9", output_dir=str(tmp_path / "o"))
     fine_tune(**how | dict(dry_run=True))
