@@ -92,9 +92,8 @@ class Conversation:
         if template.short_ids:
             messages = with_nine_character_ids(messages)
         answers = tuple(_answers(messages, row))
-        targets = [i for i in answers if learned[i]]
-        if row.options.last_turn:
-            targets = targets[-1:]
+        asked = answers[-1:] if row.options.last_turn else answers
+        targets = [i for i in asked if learned[i]]
         variables = template_variables(row, template)
         images: tuple[ImageReference, ...] = ()
         if row.images:

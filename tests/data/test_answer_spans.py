@@ -285,6 +285,10 @@ def test_a_developers_message_is_the_system_prompt_of_a_template_that_does_not_k
 def test_only_the_last_turn_is_learned_if_asked(chat_tokenizer):
     (document,), _ = shown(chat_tokenizer, CHATML, {"messages": [ASK, PEAR, AGAIN, PLUM]}, last_turn=True)
     assert document.count("⟦") == 1 and document.endswith("⟦A plum.<|im_end|>⟧")
+    rows = [{"messages": [ASK, PEAR, AGAIN, PLUM | {"weight": 0}]}, {"messages": [ASK, PEAR]}]
+    raw = RawDataset(rows, ["0", "1"], tuple(rows[0]), (), "", "rows", 0)
+    how = RowOptions(last_turn=True)
+    assert tokenize(raw, how, with_template(chat_tokenizer, CHATML), 512).num_rows == 1  # the pear is context
 
 
 @pytest.mark.parametrize(
