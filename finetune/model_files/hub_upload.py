@@ -65,9 +65,11 @@ def obstacle_of(me: dict, owner: str) -> str:
     """The reason, with a remedy, for which a token may not write to repositories of `owner`, by the Hub's answer about
     the token; empty where nothing there is against it.
     """
-    if ((me.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
+    role = ((me.get("auth") or {}).get("accessToken") or {}).get("role")
+    if role == "read":
         return "HF_TOKEN may only read. Make one that may write (https://huggingface.co/settings/tokens)"
-    if not isinstance(me.get("orgs"), list):  # not every server lists them
+    # Not every server lists organizations; a fine-grained token may see other ones than it may write to.
+    if role == "fineGrained" or not isinstance(me.get("orgs"), list):
         return ""
     roles = {str(org["name"]).lower(): org.get("roleInOrg") for org in me["orgs"]} | {str(me["name"]).lower(): None}
     if owner.lower() not in roles:

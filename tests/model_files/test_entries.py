@@ -79,6 +79,7 @@ def test_an_adapter_whose_manifest_is_gone_is_not_one_without(tmp_path):
 def test_a_link_to_nothing_under_another_name_is_the_users(tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / "latest").symlink_to("gone")
+    (folder / "consolidated.safetensors").symlink_to("gone")
     assert find_model(str(folder)).folder == folder
 
 

@@ -111,7 +111,7 @@ TEAM = {"name": "me", "orgs": [{"name": "Team", "roleInOrg": "write"}, {"name": 
         ({"orgs": [5]}, "org/shop", "does not say whose HF_TOKEN is"),
         (TEAM, "team/shop", ""),
         (TEAM, "me/shop", ""),
-        ({"auth": {"accessToken": {"role": "fineGrained"}}}, "org/shop", ""),
+        ({"auth": {"accessToken": {"role": "fineGrained"}}, "orgs": []}, "team/shop", ""),
     ],
 )
 def test_a_token_that_may_not_write_is_refused_before_the_run(monkeypatch, tmp_path, me, repo_id, fact):

@@ -200,7 +200,10 @@ def looks_like_image(value: Any) -> bool:
 def is_encoded_image(value: Any) -> bool:
     """True for an image itself: its bytes, base64 or a data: URI, and one that a Python program's row has."""
     if isinstance(value, dict):
-        return isinstance(value.get("sha256"), str) and value.keys() <= {"sha256", "path", "bytes"}
+        digest = value.get("sha256")
+        if not isinstance(digest, str) or not value.keys() <= {"sha256", "path", "bytes"}:
+            return False
+        return re.fullmatch("[0-9a-f]{64}", digest) is not None and (kept_images() / digest).is_file()
     if isinstance(value, bytes):
         return has_signature(value)
     if not isinstance(value, str):

@@ -10,7 +10,7 @@ from finetune.data.columns import RowOptions, RowReader
 from finetune.data.conversation import Conversation
 from finetune.data.formats import render_text, uses_template
 from finetune.data.images.marks import IMAGE_MARK
-from finetune.data.images.references import ImageOptions
+from finetune.data.images.references import ImageOptions, keep_image
 from finetune.data.meanings import NOT_TEXT, meaning_in
 from finetune.data.messages import TemplateWords
 from finetune.data.preference_rows import answers_in
@@ -727,7 +727,7 @@ def test_rows_with_images_are_refused_as_before_where_no_images_are_read(root):
             Conversation.of(RowReader(RowOptions()).read(row, "rows.jsonl:1"), TemplateWords(frozenset()))
         assert fact in str(error.value)
     reader = RowReader(RowOptions())
-    kept = {"sha256": "0" * 64}
+    kept = {"sha256": keep_image(A)}
     for name, value in (
         ("screenshot", "a.png"),
         ("scan", BASE64),
@@ -738,6 +738,7 @@ def test_rows_with_images_are_refused_as_before_where_no_images_are_read(root):
         with pytest.raises(PlanError, match=f"column '{name}' holds an image .*--columns images={name.lower()}"):
             reader.read({"question": "?", "answer": "cat", name: value}, "rows.jsonl:1")
     reader.read({"question": "?", "answer": "cat", "thumbnail": "a.png", "photo": "of a cat"}, "rows.jsonl:1")
+    reader.read({"question": "?", "answer": "cat", "origin": {"path": "a.pdf", "sha256": "0" * 64}}, "rows.jsonl:1")
     assert meaning_in("photo", "a.png", "message") == NOT_TEXT  # of a field of a message too
     reader = RowReader(RowOptions(columns={"images": "scan"}))
     with pytest.raises(PlanError, match="column 'scan' is not text"):
