@@ -182,12 +182,14 @@ class Conversation:
 
     def _turn(self, i: int, before: str, after: str, marks: AnswerMarks) -> Turn:
         message = self.messages[i]
+        is_target = i in self.learned and not _is_empty(message)
         if after.startswith(before):
             rest = after[len(before) :]
-        else:
+        elif is_target:
             rest = self._after_prompt(i, before, after)
+        else:
+            return Turn(after, "", "", ends_in_text=True, is_target=False)
         answer, end, ends_in_text = marks.split(rest, "tool_calls" in message)
-        is_target = i in self.learned and not _is_empty(message)
         unlearned = _place_after(self.begun.get(i, ""), answer)
         if self.row.options.mask_reasoning:
             unlearned = max(unlearned, _place_after(thought_of(message), answer))

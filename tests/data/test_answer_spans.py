@@ -291,6 +291,18 @@ def test_only_the_last_turn_is_learned_if_asked(chat_tokenizer):
     assert tokenize(raw, how, with_template(chat_tokenizer, CHATML), 512).num_rows == 1  # the pear is context
 
 
+def test_an_answer_that_is_context_may_differ_from_what_the_generation_prompt_begins(chat_tokenizer):
+    """Targets without thoughts switch them off, which closes an empty one in the prompt of an earlier answer."""
+    rows = {"messages": [ASK, THOUGHT, AGAIN, PLUM]}
+    template = CLOSES.replace(
+        "{{ m.content }}",
+        "{% if not m.reasoning_content and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}",
+    )
+    (document,), _ = shown(chat_tokenizer, template, rows, last_turn=True)
+    assert "<think>Pears are fruit.</think>A pear." in document
+    assert document.count("⟦") == 1 and document.endswith("⟦A plum.<|im_end|>⟧")
+
+
 @pytest.mark.parametrize(
     "answer", [THOUGHT, {"role": "assistant", "content": "<think>Pears are fruit.</think>A pear."}]
 )
