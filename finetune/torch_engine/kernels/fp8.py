@@ -14,12 +14,8 @@ import torch
 
 from finetune.errors import first_line
 from finetune.quantizers.nf4 import TRITON_FAILURES, triton_errors
+from finetune.torch_engine.kernels.e4m3 import SMALLEST, rounded, scale_of
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max
-SMALLEST = 2.0**-9  # above zero, in e4m3
-LEAST = 1e-12  # of a row's largest magnitude: a row of zeros is divided by something
-AT_ONCE = 2**18  # numbers that are divided without a kernel
 MULTIPLE = 16  # that sizes of torch._scaled_mm's factors are of
 
 
@@ -64,16 +60,10 @@ class FrozenFp8:
 
 def _product(rows: Scaled, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Rows [N, K] by the weight [M, K], of any strides, whose rows have these scales."""
-    rounded = divided(weight, scale)
+    factor = divided(weight, scale)
     return torch._scaled_mm(
-        rows.values, rounded.t(), scale_a=rows.scale, scale_b=scale.t(), out_dtype=rows.dtype, use_fast_accum=False
+        rows.values, factor.t(), scale_a=rows.scale, scale_b=scale.t(), out_dtype=rows.dtype, use_fast_accum=False
     )
-
-
-def scale_of(rows: torch.Tensor) -> torch.Tensor:
-    """Scales of a matrix's rows [rows, 1], fp32: divided by its own, each fits in e4m3."""
-    least, most = rows.aminmax(dim=1, keepdim=True)
-    return torch.maximum(most, -least).float().clamp_min(LEAST) / LARGEST
 
 
 def scaled(rows: torch.Tensor) -> Scaled:
@@ -81,7 +71,7 @@ def scaled(rows: torch.Tensor) -> Scaled:
     rows = rows.contiguous()
     if rows.device.type == "cpu" or error_on(rows.device) is not None:
         scale = scale_of(rows)
-        return Scaled(_rounded(rows, scale), scale, rows.dtype)
+        return Scaled(rounded(rows, scale), scale, rows.dtype)
     from finetune.torch_engine.kernels import fp8_triton
 
     return Scaled(*fp8_triton.scaled(rows), rows.dtype)
@@ -90,19 +80,10 @@ def scaled(rows: torch.Tensor) -> Scaled:
 def divided(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The weight in fp8, contiguous whatever its strides are, each row divided by its scale."""
     if weight.device.type == "cpu" or error_on(weight.device) is not None:
-        return _rounded(weight, scale)
+        return rounded(weight, scale)
     from finetune.torch_engine.kernels import fp8_triton
 
     return fp8_triton.divided(weight, scale)
-
-
-def _rounded(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The rows divided, contiguous. Some at a time: the quotients of all take four times the memory of what is kept."""
-    out = torch.empty(rows.shape, dtype=E4M3, device=rows.device)
-    count = max(1, AT_ONCE // rows.shape[1])
-    for part in (slice(start, start + count) for start in range(0, len(rows), count)):
-        out[part] = (rows[part] / scale[part]).clamp_(-LARGEST, LARGEST)
-    return out
 
 
 def takes(weight_shape: Sequence[int]) -> bool:
@@ -121,10 +102,10 @@ def error_on(device: torch.device) -> str | None:
 
         scale = scale_of(random)
         here = random.to(device)
-        pairs = [(fp8_triton.scaled(here)[0], _rounded(random, scale))]
+        pairs = [(fp8_triton.scaled(here)[0], rounded(random, scale))]
         for there, wanted in ((here, random), (here.t(), random.t())):
             by = scale_of(wanted)
-            pairs.append((fp8_triton.divided(there, by.to(device)), _rounded(wanted, by)))
+            pairs.append((fp8_triton.divided(there, by.to(device)), rounded(wanted, by)))
         for found, wanted in pairs:
             differs = (found.cpu().float() - wanted.float()).abs() > wanted.float().abs() / 8 + SMALLEST
             if differs.any():

@@ -1,4 +1,4 @@
-"""Triton kernels that round matrices to e4m3. Reference: fp8.scale_of and fp8._rounded. Imported where triton is
+"""Triton kernels that round matrices to e4m3. Reference: e4m3.scale_of and e4m3.rounded. Imported where triton is
 installed only.
 """
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from finetune.torch_engine.kernels.fp8 import E4M3, LARGEST, LEAST
+from finetune.torch_engine.kernels.e4m3 import E4M3, LARGEST, LEAST
 
 BLOCK = 1024  # columns of a row at a time
 TILE = 64  # rows and columns of a weight at a time

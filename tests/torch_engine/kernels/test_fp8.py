@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from finetune.torch_engine.kernels import fp8
+from finetune.torch_engine.kernels import e4m3, fp8
 from finetune.torch_engine.kernels.fp8 import FrozenFp8, Switch, scaled
 
 CPU = torch.device("cpu")
@@ -64,12 +64,12 @@ def test_rows_of_zeros_and_the_largest_numbers_stay_finite():
 def test_a_matrix_that_is_divided_in_parts_is_the_one_divided_at_once(monkeypatch):
     weight = random(70, 48)
     for turned in (weight, weight.t()):
-        scale = fp8.scale_of(turned)
-        assert torch.equal(scale, turned.abs().amax(1, keepdim=True).float() / fp8.LARGEST)
-        at_once = (turned / scale).clamp(-fp8.LARGEST, fp8.LARGEST).to(fp8.E4M3)
+        scale = e4m3.scale_of(turned)
+        assert torch.equal(scale, turned.abs().amax(1, keepdim=True).float() / e4m3.LARGEST)
+        at_once = (turned / scale).clamp(-e4m3.LARGEST, e4m3.LARGEST).to(e4m3.E4M3)
         for count in (1, 500, 2**18):
-            monkeypatch.setattr(fp8, "AT_ONCE", count)
-            found = fp8._rounded(turned, scale)
+            monkeypatch.setattr(e4m3, "AT_ONCE", count)
+            found = e4m3.rounded(turned, scale)
             assert found.is_contiguous() and torch.equal(found.float(), at_once.float())
 
 
@@ -88,22 +88,22 @@ def test_scales_are_those_of_the_first_use():
 
 IN_THE_INTERPRETER = """
 import torch
-from finetune.torch_engine.kernels import fp8, fp8_triton
+from finetune.torch_engine.kernels import e4m3, fp8_triton
 
 for rows, columns in ((5, 100), (64, 96), (3, 3000), (70, 64)):
     for dtype in (torch.float32, torch.float16):  # the interpreter cuts bf16 off
         x = torch.randn(rows, columns).to(dtype)
         x[0] = 0
-        scale = fp8.scale_of(x)
+        scale = e4m3.scale_of(x)
         values, scales = fp8_triton.scaled(x)
         assert torch.equal(scales, scale)
-        turned = fp8.scale_of(x.t())
-        pairs = [(values, fp8._rounded(x, scale)), (fp8_triton.divided(x, scale), fp8._rounded(x, scale))]
-        pairs.append((fp8_triton.divided(x.t(), turned), fp8._rounded(x.t(), turned)))
+        turned = e4m3.scale_of(x.t())
+        pairs = [(values, e4m3.rounded(x, scale)), (fp8_triton.divided(x, scale), e4m3.rounded(x, scale))]
+        pairs.append((fp8_triton.divided(x.t(), turned), e4m3.rounded(x.t(), turned)))
         for found, wanted in pairs:
             assert found.is_contiguous() and found.shape == wanted.shape
             size = wanted.float().abs()
-            near = (found.float() - wanted.float()).abs() <= size / 8 + fp8.SMALLEST
+            near = (found.float() - wanted.float()).abs() <= size / 8 + e4m3.SMALLEST
             carried = torch.frexp(size).mantissa == 0.5  # the interpreter rounds up to a power of two, and halves it
             assert (near | carried).all() and near.float().mean() > 0.9
 print("equal")
