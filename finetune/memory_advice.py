@@ -12,7 +12,7 @@ def memory_advice(message: str, refusals: tuple[str, ...] = ()):
     """Raises OutOfMemoryError(message) if memory is refused inside. `refusals`: what a framework says besides."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, UserWarning) as error:  # the last: see process.NO_MEMORY_FOR_KERNEL
         if not (is_out_of_memory(error) or any(text in str(error) for text in refusals)):
             raise
         raise OutOfMemoryError(message) from error

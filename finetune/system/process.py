@@ -95,19 +95,26 @@ SET_HERE = (
 OF_LIBRARIES = ("ACCELERATE_", "HF_", "TOKENIZERS_", "TORCH", "_TORCH", "TRANSFORMERS_", "TRITON_", "WANDB_")
 
 
+# What torch says where oneDNN got no memory, before it takes another kernel, whose sums are rounded otherwise.
+NO_MEMORY_FOR_KERNEL = r"mkldnn\w* failed.*could not create a primitive(?! descriptor)"
+
+
 @contextlib.contextmanager
 def warnings_not_raised() -> Iterator[None]:
     """A context in which no warning is an error, as `python -W error` makes them: libraries warn in the middle of their
-    work, which would end there. At its end the filters are as before, behind those of libraries that were imported.
+    work, which would end there. One is: torch's of memory that was refused, after which a run would have other bits.
+    At its end the filters are as before, behind those of libraries that were imported.
     """
     filters: Any = warnings.filters
     before = list(filters)
     filters[:] = [found for found in before if found[0] != "error"]
+    warnings.filterwarnings("error", message=NO_MEMORY_FOR_KERNEL)
+    added = warnings.filters[0]
     try:
         yield
     finally:
         filters = warnings.filters
-        filters[:] = [*(found for found in filters if found not in before), *before]
+        filters[:] = [*(found for found in filters if found not in before and found != added), *before]
 
 
 @contextlib.contextmanager
@@ -416,7 +423,7 @@ def exit_with(main: Callable[[], int]) -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    except (OSError, MemoryError, RuntimeError, ImportError, SystemError) as error:
+    except (OSError, MemoryError, RuntimeError, ImportError, SystemError, UserWarning) as error:
         line = out_of_memory(error)
         if line is not None:
             code = OutOfMemoryError.exit_code

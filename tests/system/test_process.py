@@ -32,6 +32,17 @@ def test_a_failure_to_allocate_is_one_line_and_code_71(statement):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_kernel_that_got_no_memory_ends_the_run_before_another_rounds_otherwise():
+    said = "mkldnn_matmul failed, switching to baddbmm:could not create a primitive"
+    warn = (
+        "    import warnings\n    with process.prepared():\n        warnings.warn({said!r}, stacklevel=1)\n    return 0"
+    )
+    lacking = f"{said} descriptor for a matmul primitive"  # the kernel that there is has the bits of every run here
+    ends = [end_of(warn.lstrip().format(said=each)) for each in (said, lacking)]
+    assert [end.returncode for end in ends] == [71, 0]
+    assert ends[0].stderr.startswith("error: out of memory (mkldnn_matmul failed"), ends[0].stderr
+
+
 @pytest.mark.parametrize(("number", "remedy"), [(28, "Free some space."), (27, "Raise the limit of a file's size")])
 def test_a_write_that_has_no_room_is_one_line_that_says_what_to_change(number, remedy):
     done = end_of(f"raise OSError({number}, 'no room', 'out.bin')")
