@@ -207,6 +207,8 @@ def finished_run(plan: RunPlan) -> TrainState | None:
         return None
     done = finished_state(saved.output_dir)
     complete = done and done.step == done.total_steps and same_length(plan, saved.saved_plan)
+    if done and complete and 0 < (saved.saved_plan["settled"].get("early_stopping") or 0) <= done.worse_evals:
+        complete = plan.ends_early(done)  # with another --early_stopping it goes on
     return done if complete and is_as_published(saved.output_dir) else None
 
 

@@ -1,5 +1,6 @@
 """The checkpoints of a run, as every rank takes part in them: content, saves beside steps, restoring, publishing."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -36,7 +37,7 @@ from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, S
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.ends import generation_config
 from finetune.model_files.files import GENERATION
-from finetune.model_files.manifest import MANIFEST
+from finetune.model_files.manifest import MANIFEST, read_manifest
 from finetune.model_files.published import manifest_of, remove_manifest, verified
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.reward import REWARDED
@@ -172,7 +173,10 @@ class CheckpointWriter:
             state, offset = self.restore(engine, saved)
             folder = saved.folder
             say(f"resumed from {folder} at step {state.step} of {total_steps}")
-            self._say_of_changes(saved, say)
+            if self._say_of_changes(saved, say) or not self._has_its_best(state, say):
+                state.best_loss = None
+                state.best_step = None
+                state.worse_evals = 0
             if engine.reseeded:
                 say("  saved by another engine, world size or degrees: dropout RNG re-seeded per rank")
             if plan.ends_early(state) and same_length(plan, plan.resume_from.saved_plan):
@@ -438,12 +442,34 @@ class CheckpointWriter:
         engine.load_state(read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors(RNG))
         return state_of(content), content["metrics_bytes"]
 
-    def _say_of_changes(self, saved: VerifiedCheckpoint, say: Callable[[str], object]) -> None:
-        """Says which of MAY_CHANGE has changed: that may be a correction."""
+    def _say_of_changes(self, saved: VerifiedCheckpoint, say: Callable[[str], object]) -> bool:
+        """Says which of MAY_CHANGE has changed: that may be a correction. True if the validation loss is another."""
         before = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)["identity"]
-        for what, (changed, so) in MAY_CHANGE.items():
-            if what in before and what in self.identity and before[what] != self.identity[what]:
-                say(f"  note: {changed} changed since: {so}")
+        found = [
+            what
+            for what in MAY_CHANGE
+            if what in before and what in self.identity and before[what] != self.identity[what]
+        ]
+        for what in found:
+            changed, so = MAY_CHANGE[what]
+            say(f"  note: {changed} changed since: {so}")
+        return "validation_dataset" in found
+
+    def _has_its_best(self, state: TrainState, say: Callable[[str], object]) -> bool:
+        """True if best/ has the weights of the state's best step, or none are kept there. Otherwise a run went on from
+        here and found better ones, or somebody removed them; if those of this step are there, its evaluation is due.
+        """
+        if not self.plan.output.keeps_best:
+            return True
+        step = None
+        with contextlib.suppress(CheckpointDamagedError):
+            step = read_manifest(self.root / BEST, (self.weights_file,))["step"]
+        if step == state.step:
+            state.eval_pending = True
+        elif state.best_step not in (None, step):
+            has = "no weights" if step is None else f"the weights of step {step}"
+            say(f"  note: {BEST}/ has {has}, and not those of step {state.best_step}: the best is found anew from here")
+        return step == state.best_step or state.best_step is None
 
     def publish(self, engine: Engine, step: int, folder: Path | None = None) -> None:
         """Writes the current weights to the output_dir (or `folder`), each file atomically, and a manifest of them.

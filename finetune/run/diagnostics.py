@@ -105,7 +105,7 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     """
     starts = [e for e in events if e["event"] == "start"]
     steps = [e for e in events if e["event"] == "step" and e.get("loss") is not None]
-    evaluations = [e for e in events if e["event"] == "eval"]
+    evaluations = of_present_rows(events)
     facts: dict = {}
     if starts:
         facts = starts[-1].get("facts") or {}
@@ -121,6 +121,21 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     found += [_reward_did_not_rise(sampled), _reward_alone_rose(sampled, evaluations), _answers_grew(sampled)]
     found.append(_answers_cut(sampled, settled))
     return [finding for finding in found if finding]
+
+
+def of_present_rows(events: list[dict]) -> list[dict]:
+    """The eval events of the rows that the last start event holds out: a resumed run may have others than before."""
+    found: list[dict] = []
+    rows = None
+    for event in events:
+        if event["event"] == "start":
+            now = (event.get("facts") or {}).get("held_out_sha256")
+            if now and rows and now != rows:
+                found = []
+            rows = now or rows
+        elif event["event"] == "eval":
+            found.append(event)
+    return found
 
 
 def of_new_answers(steps: list[dict]) -> list[dict]:

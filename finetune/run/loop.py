@@ -128,8 +128,9 @@ def train(
     schedule = plan.schedule(state.total_steps)
     traces: list = []
     unsaved = has_stepped = False
-    if state.eval_pending:
+    if state.eval_pending and state.step < state.total_steps:  # that of the last step follows
         evaluate(engine, data, plan, state, log, writer, stop)
+        end_early(plan, state, log, stop)
     with engine.profiler(traces) as profile_step, log.training(), saves_ended(engine, log, writer):
         while state.step < state.total_steps and not stop.requested():
             began = time.perf_counter()
@@ -163,15 +164,23 @@ def train(
                 raise DivergedError(report.diverged(log.watch.diverged(), state.step, writer.root, plan.lr_flag))
             if plan.eval_due(state):
                 evaluate(engine, data, plan, state, log, writer, stop)
-                if plan.ends_early(state) and not stop.requested():
-                    log.say(report.ended_early(state))
-                    state.total_steps = state.step
+                end_early(plan, state, log, stop)
             if plan.save_due(state, stop.requested()):
-                goes_on = state.step < state.total_steps and not stop.requested()
+                is_last = state.step == state.total_steps
+                goes_on = not is_last and not stop.requested()
+                if is_last and not plan.ends_early(state):  # whoever goes on from here has it to take
+                    state.eval_pending = data.validation is not None or bool(data.score_examples)
                 save(engine, state, log, writer, beside_steps=goes_on and plan.async_save)
                 unsaved = False
     if traces:
         log.say(f"profile: {len(traces)} files in {traces[0].parent}")
+
+
+def end_early(plan: PlanBase, state: TrainState, log: Metrics, stop: StopSignal) -> None:
+    """Makes the present step the last, if the evaluation that was due here is the one that ends the run."""
+    if plan.eval_due(state) and plan.ends_early(state) and not stop.requested():
+        log.say(report.ended_early(state))
+        state.total_steps = state.step
 
 
 def save(engine: Engine, state: TrainState, log: Metrics, writer: CheckpointWriter, beside_steps: bool = False) -> None:

@@ -23,10 +23,10 @@ from finetune.parts.objectives import GENERATE, OBJECTIVES
 from finetune.parts.plan_base import format_value
 from finetune.run import charts, samples
 from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
-from finetune.run.diagnostics import Finding, findings, of_new_answers
+from finetune.run.diagnostics import Finding, findings, of_new_answers, of_present_rows
 from finetune.run.intervals import number_behind, with_interval
 from finetune.run.metrics import events_in, memory_rows
-from finetune.run.outcome import Outcome, best_title, outcome
+from finetune.run.outcome import Outcome, best_title, outcome, with_loss
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.owned_files import kind_of
@@ -60,7 +60,7 @@ MOST_TEXT = 700
 @dataclass
 class Run:
     """A run as the files of its folder say it. `by_kind`: its events; `last`: the last start or end in the log's order,
-    as a clock may be set back between a start and a resume.
+    as a clock may be set back between a start and a resume; `measured`: its evaluations of the rows held out last.
     """
 
     folder: Path
@@ -69,6 +69,7 @@ class Run:
     plan: dict
     samples: list[dict]
     last: dict
+    measured: list[dict] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -90,7 +91,7 @@ class Run:
 
     @property
     def outcome(self) -> Outcome:
-        return outcome(self.end, self.of("start"), self.of("step"), self.of("eval"), self.settled, self.findings)
+        return outcome(self.end, self.of("start"), self.of("step"), self.measured, self.settled, self.findings)
 
     def of(self, kind: str) -> list[dict]:
         return self.by_kind.get(kind, [])
@@ -114,7 +115,7 @@ class Run:
 
     def best(self) -> dict | None:
         """The evaluation with the lowest loss after the first step, if there are several."""
-        after = [e for e in self.evaluated() if e.get("step") and isinstance(e.get("loss"), int | float)]
+        after = [e for e in with_loss(self.measured) if e.get("step")]
         if len(after) > 1:
             return min(after, key=lambda e: e["loss"])
         return None
@@ -148,7 +149,7 @@ def read_run(folder: Path) -> Run:
     for event in events:
         by_kind.setdefault(str(event["event"]), []).append(event)
     last: dict = next((event for event in reversed(events) if event["event"] in ("start", "end")), {})
-    run = Run(folder, folder.resolve().name, by_kind, plan, samples.read(folder), last)
+    run = Run(folder, folder.resolve().name, by_kind, plan, samples.read(folder), last, of_present_rows(events))
     best = folder / "best"
     run.findings = findings(events, run.samples, run.settled, str(best) if best.is_dir() else None)
     return run
