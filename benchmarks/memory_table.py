@@ -7,6 +7,7 @@
     python benchmarks/memory_table.py --draw 1 30 cells drawn at random from architectures, widths, kinds and precisions
     python benchmarks/memory_table.py --rewards 1 24 cells of runs that sample answers
     python benchmarks/memory_table.py --mlx 1     18 cells of what the MLX engine trains
+    python benchmarks/memory_table.py --others 1  24 cells of teachers, long rows, new tokens, last layers, uneven rows
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """
@@ -16,6 +17,7 @@ import json
 import platform
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -157,6 +159,20 @@ MLX_FLAGS = {
 }
 FLAGS |= MLX_FLAGS
 NUM_MLX = 18
+NEW_TOKENS = "<|tool|>,<|call|>"
+# Of --others: a teacher's folder is that of the cell's model and a word.
+OTHER_FLAGS = {
+    "teacher": {"train_type": "lora", "teacher": "teacher", "teacher_top_k": 64},
+    "teacher_all": {"train_type": "lora", "teacher": "teacher", "teacher_top_k": 32000},
+    "teacher_full": {"train_type": "full", "teacher": "teacher", "teacher_top_k": 64},
+    "long": {"train_type": "lora", "dataset": "long.jsonl", "context_length": 1024},
+    "long_full": {"train_type": "full", "dataset": "long.jsonl", "context_length": 1024},
+    "new_tokens": {"train_type": "lora", "new_tokens": NEW_TOKENS},
+    "last": {"train_type": "full", "num_layers": 2},
+    "uneven": {"train_type": "lora", "dataset": "uneven.jsonl", "context_length": 512, "max_steps": 24},
+}
+FLAGS |= OTHER_FLAGS
+NUM_OTHERS = 24
 # Of --rewards: answers to each prompt differ, so that all are learned from.
 REWARD = """
 def even(prompts, answers, rows):
@@ -238,10 +254,29 @@ def on_mlx(seed: int) -> tuple[dict, list[tuple]]:
     return shapes, found
 
 
+def others(seed: int) -> tuple[dict, list[tuple]]:
+    """(shapes, cells) of --others: each kind by turns, of drawn models."""
+    draw = random.Random(seed)
+    shapes = {}
+    found = []
+    while len(found) < NUM_OTHERS:
+        name, shape = drawn_shape(draw)
+        shapes.setdefault(name, shape)
+        kind = [*OTHER_FLAGS][len(found) % len(OTHER_FLAGS)]
+        found.append((name, kind, draw.choice((2, 4, 6)), "false", draw.choice(PRECISIONS)))
+    return shapes, found
+
+
+def teacher_of(shape: tuple[str, dict]) -> tuple[str, dict]:
+    """(kind, sizes) of a teacher: the student's, with half as many layers again."""
+    kind, sizes = shape
+    return kind, sizes | dict(num_hidden_layers=sizes["num_hidden_layers"] * 3 // 2)
+
+
 def drawn(seed: int) -> tuple[dict, list[tuple]]:
     """(shapes, cells) of --draw."""
     draw = random.Random(seed)
-    kinds = [kind for kind in FLAGS if kind not in MLX_FLAGS]
+    kinds = [kind for kind in FLAGS if kind not in (*MLX_FLAGS, *OTHER_FLAGS)]
     shapes = {}
     found = []
     while len(found) < NUM_DRAWN:
@@ -288,6 +323,9 @@ def make_rows(folder: Path) -> None:
     write_json_lines(folder / "pairs.jsonl", pairs)
     write_json_lines(folder / "labels.jsonl", [row | {"label": i % 2 == 0} for i, row in enumerate(rows)])
     (folder / "reward.py").write_text(REWARD)
+    for name, least, most in (("long", 300, 900), ("uneven", 10, 400)):
+        texts = [" ".join(draw.choices(words, k=draw.randint(least, most))) for _ in range(2 * NUM_ROWS)]
+        write_json_lines(folder / f"{name}.jsonl", [{"text": text} for text in texts])
 
 
 def of_rewards(folder: Path, kind: str) -> dict:
@@ -330,6 +368,9 @@ def run(folder: Path, cell: tuple, extra=()) -> dict:
         **(of_rewards(folder, kind) if kind not in FLAGS else FLAGS[kind]),
     }
     flags["dataset"] = folder / flags["dataset"]
+    if "teacher" in flags:
+        flags |= {"teacher": folder / f"{shape} teacher", "teacher_cache": out.parent / "given"}
+        shutil.rmtree(flags["teacher_cache"], ignore_errors=True)
     command = [sys.executable, "-W", "ignore", str(ROOT / "train.py"), "--overwrite"]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     command += extra
@@ -449,6 +490,7 @@ def main():
     parser.add_argument("--draw", type=int, metavar="SEED", help=f"{NUM_DRAWN} cells drawn at random")
     parser.add_argument("--rewards", type=int, metavar="SEED", help=f"{NUM_REWARDED} cells that sample answers")
     parser.add_argument("--mlx", type=int, metavar="SEED", help=f"{NUM_MLX} cells on MLX")
+    parser.add_argument("--others", type=int, metavar="SEED", help=f"{NUM_OTHERS} cells of {', '.join(OTHER_FLAGS)}")
     parser.add_argument("--only", help="cells whose name holds this text")
     parser.add_argument(
         "--low_memory", action="store_true", help="maps each block by itself: resident memory follows tensors"
@@ -464,6 +506,8 @@ def main():
         shapes, chosen = drawn(args.draw)
     if args.rewards is not None:
         shapes, chosen = rewarded(args.rewards)
+    if args.others is not None:
+        shapes, chosen = others(args.others)
     if args.mlx is not None:
         shapes, chosen = on_mlx(args.mlx)
     with tempfile.TemporaryDirectory() as folder:
@@ -476,6 +520,8 @@ def main():
                 continue
             if not (folder / cell[0]).is_dir():
                 make_model(folder / cell[0], *shapes[cell[0]], args.odd)
+            if "teacher" in FLAGS.get(cell[1], {}) and not (folder / f"{cell[0]} teacher").is_dir():
+                make_model(folder / f"{cell[0]} teacher", *teacher_of(shapes[cell[0]]))
             results[cell] = run(folder, cell, ["--low_memory"] if args.low_memory else [])
             print(" | ".join(row(cell, results[cell])), flush=True)
             if args.json:

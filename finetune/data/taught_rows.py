@@ -1,7 +1,9 @@
 """Files of a teacher's distributions at a dataset's targets: parts of rows that appear whole, named by their sha256."""
 
 import hashlib
+import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,25 +97,43 @@ class TaughtRows:
             name: Named(KeptTargets(self.dataset, parts), Per.TARGET, is_data=False) for name, parts in kept.items()
         }
 
-    def _mapped(self, part: int, name: str) -> np.ndarray:
+    def _mapped(self, part: int, name: str) -> "Kept":
         shape = (self.targets_of(part), self.widths[name])
         path = self.verified.get(part)
         if path is None or not shape[0]:
-            return np.broadcast_to(np.zeros(1, self.dtypes[name]), shape)
+            return Kept(np.broadcast_to(np.zeros(1, self.dtypes[name]), shape), None)
         header, start = read_header_and_start(path)
-        return np.memmap(path, self.dtypes[name], "r", start + header[name]["data_offsets"][0], shape)
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        first = start + header[name]["data_offsets"][0]
+        values = np.frombuffer(mapping, self.dtypes[name], count=shape[0] * shape[1], offset=first)
+        return Kept(values.reshape(shape), mapping)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One array of a part: [targets, K], and the file's mapping that it is in, if it is."""
+
+    values: np.ndarray
+    mapping: mmap.mmap | None
+
+    def read(self, targets: slice, out: np.ndarray) -> None:
+        """Copies some targets. The pages that were read leave the process: over a run they add up to the file."""
+        out[:] = self.values[targets]
+        if self.mapping is not None and hasattr(self.mapping, "madvise"):  # Windows has none
+            self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class KeptTargets:
     """[tokens, K] of a dataset: what is kept of its targets, and zeros elsewhere. A slice is an array."""
 
-    def __init__(self, dataset: TokenizedDataset, parts: list[np.ndarray]):
+    def __init__(self, dataset: TokenizedDataset, parts: list[Kept]):
         self.is_target = dataset.is_target
         self.before = np.concatenate([[0], np.cumsum(dataset.is_target)])
-        self.starts = np.cumsum([0, *map(len, parts)])
+        self.starts = np.cumsum([0, *(len(part.values) for part in parts)])
         self.parts = parts
-        (self.width,) = {part.shape[1] for part in parts} or {0}
-        self.dtype = np.dtype(np.float32 if parts and parts[0].dtype.kind == "f" else np.int32)
+        (self.width,) = {part.values.shape[1] for part in parts} or {0}
+        self.dtype = np.dtype(np.float32 if parts and parts[0].values.dtype.kind == "f" else np.int32)
         self.shape = (len(self.is_target), self.width)
 
     def __len__(self) -> int:
@@ -126,14 +146,16 @@ class KeptTargets:
         return out
 
     def _targets(self, start: int, stop: int) -> np.ndarray:
-        first = int(np.searchsorted(self.starts, start, "right")) - 1
-        found = [np.zeros((0, self.width), self.dtype)]
-        while start < stop:
-            end = min(stop, int(self.starts[first + 1]))
-            found.append(self.parts[first][start - self.starts[first] : end - self.starts[first]])
-            start = end
-            first += 1
-        return np.concatenate(found).astype(self.dtype)
+        part = int(np.searchsorted(self.starts, start, "right")) - 1
+        found = np.empty((stop - start, self.width), self.dtype)
+        at = start
+        while at < stop:
+            end = min(stop, int(self.starts[part + 1]))
+            before = int(self.starts[part])
+            self.parts[part].read(slice(at - before, end - before), found[at - start : end - start])
+            at = end
+            part += 1
+        return found
 
 
 def key_of(*what: object) -> str:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from finetune.estimate import traced
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, expert_rank, remembered
 from finetune.estimate.model_shape import KnownShape
-from finetune.parts.engine_limits import dense_attention_up_to
+from finetune.parts.engine_limits import DENSE_CACHED_BYTES, dense_attention_up_to
 
 # Linears that share one input, which autograd saves once.
 READS = {
@@ -33,6 +33,8 @@ def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int
     shape = m.shape
     b = m.compute
     total = 0
+    # Values are a view of what the linear of all three gives, which is kept beside rotated queries and keys.
+    fused = (m.q + m.k) * (shape.kind in ONE_MATRIX)
     packed = microbatch.layout == "padding_free"
     if packed and (attends_by_bounds(m) or m.plan.parallel.cp > 1):  # over ranks too, log-sum-exps are kept
         return microbatch.num_tokens * ((m.q + 2 * m.k) * b + 4 * shape.num_heads)
@@ -55,13 +57,39 @@ def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int
                 copies = 2 + shape.softcap
             total += padded * (m.q + 2 * m.k) * b + squares * (4 + b * copies)
         elif length <= dense_up_to:  # probabilities are computed again, and the tokens are kept unpadded
-            total += padded * (m.q + 2 * m.k) * b * microbatch.num_tokens // all_padded
+            total += padded * (m.q + 2 * m.k + fused) * b * microbatch.num_tokens // all_padded
         else:
             repeated = expanded or not packed and not microbatch.even  # an explicit mask: no GQA kernel
             total += padded * ((3 * m.q if repeated else m.q + 2 * m.k) * b + 4 * shape.num_heads)
             if packed and not microbatch.even:  # the output is gathered back into token order
                 total += padded * m.q * b
     return total
+
+
+def dense_attention_sizes(m: ModelCost, microbatch: MicrobatchShape) -> tuple[int, int]:
+    """(bytes of the biases that a microbatch's attention by matrix products is added to, bytes of scores within its
+    backward); zeros where none is computed so.
+
+    A product is of all P queries of a key, P * L x L numbers. Of two kinds of layers, with a window and without, each
+    has a bias. In backward there are the last product's gradient and probabilities while the next one's scores and
+    probabilities are made, see torch_engine/attention/dense.py.
+    """
+    shape = m.shape
+    if m.device != "cpu" or microbatch.layout != "padding_free" or microbatch.shares_prompts or m.plan.parallel.cp > 1:
+        return 0, 0
+    if shape.softcap or shape.dropout or shape.kind in WITH_SINKS or not shape.num_kv_heads:
+        return 0, 0
+    limit = dense_attention_up_to(m.compute, m.plan.precision.onednn)
+    bias = 0
+    scores = 0
+    for documents, length in microbatch.groups():
+        if length > limit:
+            continue
+        product = shape.num_heads // shape.num_kv_heads * length * length * m.compute
+        at_once = min(documents * shape.num_kv_heads, max(1, DENSE_CACHED_BYTES // product))
+        bias += product * (1 + (shape.kind in FOUR_NORMS))
+        scores = max(scores, 4 * at_once * product)
+    return bias, scores
 
 
 def attends_by_bounds(m: ModelCost) -> bool:
@@ -79,15 +107,18 @@ def norm_activation_bytes(m: ModelCost) -> tuple[float, float]:
     share = positions_share(m)
     if kind in LAYER_NORMS:
         each = h * m.weight + 2 * m.weight
+        first = each * (not m.full)
         count = 1 if kind in PARALLEL_BLOCKS else 2
     else:
         each = norm_width(m) * h + 4 + (h * m.weight if m.full else 0)
+        # Of a first layer behind frozen ones only what its own weight's gradient is computed from.
+        first = (norm_width(m) * h + 4) * (not m.full or m.freezes)
         count = 4 if kind in FOUR_NORMS else 2
     heads = 0
     if kind in HEAD_NORMS:
         heads = norm_width(m) * (m.q + m.k) + 4 * (m.shape.num_heads + m.shape.num_kv_heads)
         heads += (m.q + m.k) * m.weight if m.full else 0
-    return share * count * each + heads, 0 if m.full else share * each
+    return share * count * each + heads, share * first
 
 
 def positions_share(m: ModelCost) -> float:
@@ -116,6 +147,8 @@ def input_activation_bytes(m: ModelCost, together: bool) -> float:
     total = 0.0
     shared = {}
     for name, rows, columns in m.adapted:
+        if m.full and not m.in_its_layers(name):  # a frozen linear keeps no input
+            continue
         path, _, leaf = name.rpartition(".")
         casts_alone = m.autocast and not (together and not adapter.dropout and not adapter.dora)
         own = casts_alone or (adapter.dropout and adapter.dora and not m.full)
@@ -197,7 +230,7 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     targets = microbatch.num_targets
     if m.has_head:  # reads one position of each
         targets = len(microbatch.lengths)
-    total: float = final_norm_bytes(m, tokens) + targets * (h * b + 16) + (8 * tokens if m.full else 0)
+    total: float = final_norm_bytes(m, tokens) + targets * (h * b + 16) + 8 * tokens * (m.full and not m.freezes)
     if memory.recompute:
         total += layers * tokens * h * m.weight * positions_share(m)
     else:
@@ -220,7 +253,8 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
 
 def final_norm_bytes(m: ModelCost, tokens: int) -> int:
     """Bytes saved by the norm after the last layer."""
-    return tokens * (norm_width(m) * m.shape.hidden_size + 4 + (m.shape.hidden_size * m.weight if m.full else 0))
+    trains = m.full and not m.freezes
+    return tokens * (norm_width(m) * m.shape.hidden_size + 4 + m.shape.hidden_size * m.weight * trains)
 
 
 def dequantized_activation_bytes(m: ModelCost) -> int:

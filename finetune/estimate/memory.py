@@ -8,7 +8,7 @@ k widths of query and KV heads, T tokens of the microbatch, b bytes of the compu
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from finetune.estimate import traced
 from finetune.estimate.activations import (
@@ -16,6 +16,7 @@ from finetune.estimate.activations import (
     WITH_SINKS,
     activation_bytes,
     attends_by_bounds,
+    dense_attention_sizes,
     final_norm_bytes,
     layer_activation_bytes,
     product_activation_bytes,
@@ -383,6 +384,29 @@ def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     return int(total)
 
 
+def taught_bytes(m: ModelCost, microbatch: MicrobatchShape) -> tuple[int, int]:
+    """(bytes in host memory of what a teacher gave for the rows of a step, bytes within the loss of a microbatch).
+
+    A step's batches have a token of 4 bytes and a log-probability of 4 for each of the K that are kept, at every
+    position. The loss has them at the targets, with the tokens as indices of 8 bytes, and eight arrays in fp32 of the
+    positions that are computed at a time: see data/taught_rows.py and torch_engine/divergence.py.
+    """
+    teacher = m.plan.teacher
+    if teacher is None or m.plan.objective.facts.of_samples or m.device == "mlx":
+        return 0, 0
+    vocab = m.shape.vocab_size
+    kept = min(teacher.top_k, vocab)
+    steps = m.plan.steps
+    microbatches = 1
+    if isinstance(steps.batch_size, int):
+        microbatches = -(-steps.batch_size * steps.accumulation // len(microbatch.lengths))
+    at_once = min(microbatch.num_targets, logits_rows(vocab, m.device == "cpu"))
+    if m.device == "cpu":
+        at_once = min(at_once, max(1, CACHED_LOGITS // vocab))
+    of_step = 8 * kept * microbatch.num_tokens * max(1, microbatches)
+    return of_step, 12 * kept * microbatch.num_targets + 8 * 4 * kept * at_once
+
+
 def dequantized_once(m: ModelCost) -> tuple[int, int]:
     """(peak, held) bytes while the largest frozen weight is dequantized for a matmul; zeros if it is stored dense."""
     n = m.shape.largest_linear
@@ -426,7 +450,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     largest = shape.largest_linear
     # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
     standing = gradients if microbatch.several or m.flattens or not (m.full or m.device == "cuda") else 0
-    logits = logits_bytes(m, microbatch)
+    logits = logits_bytes(m, microbatch) + taught_bytes(m, microbatch)[1]
     head = 0
     if m.trains_head:
         head = 4 * shape.vocab_size * h
@@ -454,6 +478,8 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     )
     inner = 4 * tokens * m.q * b + ((8 + 2 * b) * squares if kept_squares else 0) + 12 * tokens * h
     inner = max(inner, ring_bytes(m, tokens))
+    bias, scores = dense_attention_sizes(m, microbatch)
+    inner += scores
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)
     # Two layers are counted as gathered; while the loss is computed, the last one is.
@@ -465,8 +491,8 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     frees_norm = m.device == "cuda" and not m.plan.memory.offload_activations
     of_layers = kept - (final_norm_bytes(m, tokens) if frees_norm else 0)
     phases = {
-        "loss": standing + kept + max(0, logits + head_for_loss_bytes(m) - waiting),
-        "backward": max(standing, gradients // shape.num_layers * (not m.full)) + of_layers + backward + beside,
+        "loss": standing + kept + bias + max(0, logits + head_for_loss_bytes(m) - waiting),
+        "backward": bias + max(standing, gradients // shape.num_layers * (not m.full)) + of_layers + backward + beside,
         "end": gradients + (root if ranks > 1 else head * (shape.tied + microbatch.several)),
         "update": gradients + update_bytes(m, ranks),
     }
@@ -520,7 +546,10 @@ def _traced_step(
     if m.full:
         head = 4 * m.shape.vocab_size * m.shape.hidden_size
     standing = gradients if microbatch.several or m.flattens or not (m.full or m.device == "cuda") else 0
-    logits = partial(logits_bytes, m)
+
+    def logits(rows: MicrobatchShape) -> int:
+        return logits_bytes(m, rows) + taught_bytes(m, rows)[1]
+
     of_layers = max(0, gradients - 4 * m.outer_full - standing)
     found = traced.peaks(m, microbatch, logits, standing, of_layers, dequantized)
     end = gradients + max(update_bytes(m), reduced[1] if reduced else head * (m.shape.tied + microbatch.several))
@@ -649,11 +678,12 @@ def estimate(
         "kernels": kernel_bytes(m),
         "allocator": holes,
         "snapshot": snapshot_bytes(m, ranks),
+        "taught": taught_bytes(m, microbatch)[0],
     }
     if device == "cpu":
         host = 0
     else:
-        host = items.pop("snapshot")
+        host = items.pop("snapshot") + items.pop("taught")
     if plan.memory.base_offload == "host" and device != "cpu":
         host += layers_bytes(m) + head_read_bytes(m)
     if plan.memory.offload and ranks > 1 and device != "cpu":

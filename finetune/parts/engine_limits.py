@@ -30,6 +30,7 @@ FREE_STAGING_BYTES = 64 * 2**20  # host memory that staged collectives keep betw
 # Positions up to which a CPU computes attention by matrix products, by bytes of the dtype, where oneDNN computes them;
 # torch's BLAS is slower at small products than SDPA is. Measured: dev/LOG.md, 2026-11-22.
 DENSE_ATTENTION_UP_TO = {4: 512, 2: 1024}
+DENSE_CACHED_BYTES = 2**20  # probabilities of such attention computed at a time, or those of one product
 
 
 def dense_attention_up_to(width: int, onednn: bool) -> int:

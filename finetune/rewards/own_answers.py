@@ -17,7 +17,7 @@ from finetune.arrays import Named, Per
 from finetune.data.collate import largest_group, microbatches
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import GROUPS_SEARCHED, first_steps, step_rows
-from finetune.data.taught_rows import KeptTargets
+from finetune.data.taught_rows import Kept, KeptTargets
 from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch, Engine, SamplingEngine
@@ -155,7 +155,10 @@ class OwnAnswers(Data):
     def _judged(self, dataset: TokenizedDataset) -> TokenizedDataset:
         """The rows with what the teacher gives at their targets."""
         given = self.judge.judged(dataset)
-        arrays = {name: Named(KeptTargets(dataset, parts), Per.TARGET) for name, parts in given.items()}
+        arrays = {
+            name: Named(KeptTargets(dataset, [Kept(each, None) for each in parts]), Per.TARGET)
+            for name, parts in given.items()
+        }
         return replace(dataset, arrays={**dataset.arrays, **arrays})
 
     def _batches(self, dataset: TokenizedDataset, rows: np.ndarray, plan: Parts, pad_id: int) -> list[Batch]:

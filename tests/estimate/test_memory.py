@@ -3,16 +3,18 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import simulate
 from benchmarks.simulate import Cell
 from finetune.data.collate import microbatches
-from finetune.estimate import memory, process_memory
+from finetune.estimate import activations, memory, process_memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import ModelShape
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.plan.machine import accumulates
+from finetune.torch_engine.attention.dense import Group, index_of
 from tests.support import cases, ranks, sharded_loading_cases, tiny
 from tests.support.planned import MIXED, SMALL, counted, plan_of_kind, settings_of, shape_of
 
@@ -44,6 +46,8 @@ CASES = {
     "head norms": ("qwen3", "lora", "bf16", {}, {}),
     "four norms": ("gemma3", "lora", "bf16", {}, {}),
     "fused": ("phi3", "lora", "fp32", {}, {}),
+    "fused, bf16": ("phi3", "lora", "bf16", {}, {}),
+    "last layers": ("llama", "full", "fp32", dict(num_layers=1), dict(num_hidden_layers=4)),
     "ungated": ("gpt_neox", "lora", "fp32", {}, {}),
     "conv": ("gpt2", "lora", "fp32", {}, {}),
     "experts": ("mixtral", "lora", "fp32", {}, {}),
@@ -193,6 +197,30 @@ def heap_of(kind: str, tokens: int, **changes) -> int:
     """Predicted growth of the heap beside a fixed part of the activations."""
     m = ModelCost(SMALL, plan_of_kind(kind, **changes), "cpu")
     return process_memory.allocator_bytes(m, MicrobatchShape((tokens,), tokens), 2**22, spare=0)
+
+
+def test_biases_and_scores_of_attention_by_products_are_predicted():
+    """To the byte of the tensors that dense.py makes: a bias of P * L x L numbers, and four such in backward."""
+    m = ModelCost(SMALL, plan_of_kind("lora", "bf16"))
+    at_once = 8 * 1024 * 1024 * 2  # 32 heads, 4 of keys
+    assert activations.dense_attention_sizes(m, MicrobatchShape((1024, 1024), 2048)) == (at_once, 4 * at_once)
+    assert activations.dense_attention_sizes(m, MicrobatchShape((1025,), 1025)) == (0, 0)
+    assert activations.dense_attention_sizes(ModelCost(SMALL, m.plan, "cuda"), MicrobatchShape((99,), 99)) == (0, 0)
+    index = index_of((Group(1024, None, None, None, 2),), 2048, 32, 4, None, torch.bfloat16)
+    assert index.groups[0].bias_QL.nbytes == at_once
+
+
+def test_what_a_teacher_gave_is_counted_for_the_rows_of_a_step_and_within_the_loss():
+    batch = MicrobatchShape((100, 60), 50)
+    plain = plan_of_kind("lora", batch_size=4)
+    taught = plan_of_kind("lora", batch_size=4, teacher="t", distill_loss="forward_kl", teacher_top_k=64)
+    m = ModelCost(SMALL, taught)
+    assert memory.taught_bytes(ModelCost(SMALL, plain), batch) == (0, 0)
+    assert memory.taught_bytes(m, batch) == (2 * 160 * 64 * 8, 50 * 64 * 12 + 16 * 64 * 32)
+    items = memory.estimate(taught, SMALL, batch)["items"]
+    assert items["taught"] == 2 * 160 * 64 * 8
+    every = replace(taught, settings=replace(taught.settings, teacher_top_k=10**6))
+    assert memory.taught_bytes(ModelCost(SMALL, every), batch)[0] == 2 * 160 * 32000 * 8
 
 
 def test_holes_of_dequantized_weights_and_of_few_tokens_are_predicted():

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.taught_rows import PART_ROWS, TaughtRows
 from finetune.errors import PlanError, StorageError
+from finetune.objectives import TEACHER_TOKENS
 from finetune.run.opened_teacher import found_of
 from tests.support import tiny
 from tests.support.cells import but_slow
@@ -146,6 +147,22 @@ def test_ranks_share_the_parts_whatever_another_has_made_meanwhile(tmp_path):
         first.write(part, [(np.zeros((n, 3), np.int64), np.zeros((n, 4), np.float32)) for n in counts])
     assert sorted([*found, *second.share(1, 2)]) == [0, 1, 2, 3]
     assert second.missing() == [1, 3]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc/self/smaps")
+def test_pages_of_what_a_teacher_gave_leave_the_process_once_they_were_read(tmp_path):
+    """They added up to the files, in what a run's memory is measured by."""
+    dataset = tiny.dataset((40,) * 64)
+    taught = TaughtRows(tmp_path / "rows", dataset, 500, is_full=True)
+    counts = [int(dataset.is_target[slice(*dataset.offsets[i : i + 2])].sum()) for i in range(64)]
+    given = [(np.full((n, 500), i, np.int64), np.full((n, 500), -i, np.float32)) for i, n in enumerate(counts)]
+    taught.write(0, given)
+    values = taught.arrays()[TEACHER_TOKENS].values
+    rows = [values[dataset.offsets[i] : dataset.offsets[i + 1]] for i in range(64)]
+    assert all((row[row > 0] == i).all() for i, row in enumerate(rows))
+    mapped = Path("/proc/self/smaps").read_text().split(str(tmp_path))[1:]
+    resident = [int(part.split("Rss:")[1].split()[0]) for part in mapped]
+    assert resident and max(resident) <= 64, resident
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-CACHED_BYTES = 2**20  # probabilities computed at a time
+from finetune.parts.engine_limits import DENSE_CACHED_BYTES
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class DenseAttention(torch.autograd.Function):
 
 def _cached_slices(group: GroupIndex):
     """Slices of the group's products whose probabilities fit in a core's cache."""
-    step = max(1, CACHED_BYTES // (group.bias_QL.numel() * group.bias_QL.itemsize))
+    step = max(1, DENSE_CACHED_BYTES // (group.bias_QL.numel() * group.bias_QL.itemsize))
     for start in range(0, group.batches, step):
         yield slice(start, start + step)
 
