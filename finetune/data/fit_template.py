@@ -42,7 +42,22 @@ def prepare_template(tokenizer: Tokenizer, how: DataPlan, rows: Callable[..., It
         notices += _given_template(tokenizer, how.chat_template)
     notices.append(ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows()))))
     notices.append(fit_template(tokenizer, lambda: rows("train")))
+    if how.eos_token and isinstance(tokenizer.chat_template, str) and any(map(needs_template, rows())):
+        notices.append(_ends_otherwise(tokenizer, how.eos_token))
     return [notice for notice in notices if notice]
+
+
+def _ends_otherwise(tokenizer: Tokenizer, eos_token: str) -> str | None:
+    """The notice of a chat template that ends answers with another token than --eos_token."""
+    with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:
+        texts = _rendered(renderer, False)
+        end = (texts or ["", ""])[1].rpartition(MARK)[2].strip()
+        if end and eos_token not in end:
+            return (
+                f"--eos_token {eos_token}: the chat template ends answers with {end}, which is what conversations "
+                "learn; give --chat_template chatml to end them with the token"
+            )
+    return None
 
 
 def _given_template(tokenizer: Tokenizer, value: str) -> list[str]:

@@ -354,6 +354,17 @@ def test_an_eos_token_that_the_tokenizer_lacks_is_refused(plain_run):
         plain_run(eos_token="xyzzy", max_steps=1)
 
 
+@pytest.mark.parametrize(("template", "follows"), [(CHATML, False), (BUILT_IN["chatml"], True)])
+def test_a_template_that_ends_answers_otherwise_than_the_given_eos_token_is_a_line(chat_tokenizer, template, follows):
+    tokenizer = with_template(chat_tokenizer, template)
+    token = next(word for word in ("<|im_start|>", *tokenizer.get_vocab()) if word in tokenizer.get_vocab())
+    how = DataPlan.of(TrainConfig(eos_token=token))
+    found = prepare_template(tokenizer, how, lambda use=None: [RowReader().read({"messages": [ASK, PEAR]}, "row")])
+    said = f"--eos_token {token}: the chat template ends answers with <|im_end|>, which is what conversations learn"
+    lines = [line for line in found if "--eos_token" in line]
+    assert [line.startswith(said) for line in lines] == [not follows] * (not follows)
+
+
 def test_rows_that_are_scored_do_not_decide_how_the_model_is_asked(chat_tokenizer):
     """Training rows with thoughts, plain reference answers: the prompt is the training rows'."""
     tokenizer = with_template(chat_tokenizer, SWITCHED)
