@@ -195,7 +195,8 @@ def fewest_devices(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int 
     ranks = budget.ranks
     while ranks <= MOST_RANKS:
         wider = replace(budget, ranks=ranks)
-        if fits(plan, shape, wider):
+        shards = plan.settings.dp_shards * ranks // budget.ranks
+        if fits(plan.with_settings(dp_shards=shards), shape, wider):
             return wider.devices
         ranks += budget.dims.cp * (1 if ranks < 16 else 8)
     return None
@@ -230,8 +231,18 @@ def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[s
             )
     devices = fewest_devices(plan, shape, budget)
     if devices and devices > budget.devices:
-        lines.append(f"with these settings you need {devices} such devices")
+        lines.append(f"with these settings you need {devices} such devices{_fewer(devices, plan, shape, budget)}")
     return lines
+
+
+def _fewer(devices: int, plan: Parts, shape: KnownShape, budget: MemoryBudget) -> str:
+    """What is enough with --vocab_parallel true, as a plan of several ranks chooses it where nothing is said of it."""
+    if plan.parallel.vocab_parallel or not shards_ends(plan, shape):
+        return ""
+    fewer = fewest_devices(plan.with_settings(vocab_parallel="true"), shape, budget)
+    if fewer is None or not budget.devices < fewer < devices:
+        return ""
+    return f", or {fewer} with --vocab_parallel true"
 
 
 def time_line(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> str:

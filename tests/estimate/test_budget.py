@@ -1,5 +1,6 @@
 """Largest batches, remedies and sizes within a memory budget."""
 
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -80,6 +81,20 @@ def test_what_would_make_it_fit_fits():
     )
 
 
+def test_the_devices_that_a_plan_of_several_ranks_needs_are_named():
+    """One rank shards no vocabulary; of several, the plan chooses it where they fit by it alone."""
+    room, shape = budget.MemoryBudget(24 * GIB, "cuda"), shape_of("llama-3.1-8b")
+    plan = plan_of_kind("full", "bf16", use_gradient_checkpointing="true", optimizer="adamw_8bit", context_length=4096)
+    (line,) = [line for line in remedies.remedy_lines(plan, shape, room) if line.startswith("with these settings")]
+    named = re.fullmatch(r"with these settings you need (\d+) such devices, or (\d+) with --vocab_parallel true", line)
+    many, few = map(int, named.groups())
+    assert few < many
+    for ranks, is_enough in ((few, True), (few - 1, False)):
+        sharded = plan.with_settings(vocab_parallel="true", dp_shards=ranks)
+        assert budget.fits(sharded, shape, replace(room, ranks=ranks)) is is_enough
+    assert not budget.fits(plan, shape, replace(room, ranks=few))
+
+
 @pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
 def test_of_changes_that_fit_together_none_can_be_left_out(kind):
     shape, plan = shape_of("qwen3-32b"), plan_of_kind(kind, "bf16", use_gradient_checkpointing="false")
@@ -117,7 +132,8 @@ def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_
     other = ParallelDims(dims.dp_replicate, devices // (dims.world_size // dims.dp_shard), dims.cp, dims.tp, dims.pp)
     assert other.world_size == devices > dims.world_size
     assert budget.fits(plan, shape, budget.MemoryBudget(12 * GIB, "cuda", other.shards, other))
-    assert f"with these settings you need {devices} such devices" in remedies.remedy_lines(plan, shape, room)
+    (line,) = [line for line in remedies.remedy_lines(plan, shape, room) if line.startswith("with these settings")]
+    assert line.startswith(f"with these settings you need {devices} such devices")
     for change in remedies.options(plan, shape, room):
         degrees = {flag: getattr(dims, axis) for axis, flag in FLAGS.items() if axis in ("cp", "tp", "pp")}
         facts = Facts(Backend.CUDA, CAPABILITIES[Backend.CUDA])
