@@ -1004,6 +1004,11 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
             "write that list into a file of its own."
         )
     pair = likely_pair(names, rows)
+    if pair is None and len(text_columns(names, rows)) > 1:
+        return (
+            f"{dataset}: columns {found} match no format, and none of them is plainly the one answer to a question. "
+            f"Name two with --columns question=A,answer=B, or use the columns of a format: {known}."
+        )
     if pair is None:
         return (
             f"{dataset}: columns {found} match no format, and no two of them hold text. Write a question and its "
