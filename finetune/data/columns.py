@@ -33,6 +33,7 @@ from finetune.data.meanings import (
     PART_OF_PROMPT,
     SYSTEM,
     WORDS,
+    has_words,
     holds_image,
     is_nothing,
     meaning_in,
@@ -708,12 +709,12 @@ class RowReader:
             return None
         if schema.format in (*HOLDS_ALL, *PREFERENCES):
             hint = " (--columns question=text learns it as the text's)" if schema.format == "text" else ""
-            return None if _is_said(value, _said(row, schema)) else ANOTHER_ANSWER + hint
+            return None if _is_said(value, _said_in_answer(row, schema)) else ANOTHER_ANSWER + hint
         used = schema.columns.get(answer or "", ())
         if not used or not isinstance(value, str):
             return None
         said = " ".join(str(row.get(column)) for column in used)
-        return ANOTHER_ANSWER if value.strip() not in said else None
+        return None if has_words(said, value) else ANOTHER_ANSWER
 
     def _one_more_text(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """The meaning of a column beside the texts of a head that none of them contains, or that says how they belong
@@ -737,7 +738,7 @@ class RowReader:
             return None
         said = " ".join(str(row.get(column)) for columns in schema.columns.values() for column in columns)
         question = str(row.get(used[0])).strip()
-        return None if value.strip() in said or question in value else "may be a part of the question"
+        return None if has_words(said, value) or question in value else "may be a part of the question"
 
 
 def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None:
@@ -815,11 +816,30 @@ def _said(row: dict, schema: Schema) -> str:
     return "\n".join(text for columns in schema.columns.values() for c in columns for text in texts_in(row.get(c)))
 
 
+def _said_in_answer(row: dict, schema: Schema) -> str:
+    """The texts of a row's last answer: of messages the assistant's last, of a pair the chosen one."""
+    field = {"chat": "messages", "preference": "chosen", "kto": "completion"}.get(schema.format, "text")
+    value = next((row.get(c) for c in schema.columns.get(field, ()) if row.get(c) is not None), None)
+    if isinstance(value, str) and MESSAGES.match(value):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        value = value["messages"]
+    if isinstance(value, list):
+        spoken = [part for part in value if isinstance(part, dict) and ROLES.get(_role(part)) == "assistant"]
+        value = spoken[-1:] or value[-1:]
+    return "\n".join(texts_in(value))
+
+
+def _role(message: dict) -> str:
+    return str(message.get("role", message.get("from"))).casefold()
+
+
 def _is_said(value: Any, said: str) -> bool:
     """True if `said` has the longest text of a value, or the value has none."""
     texts = list(texts_in(value, leaves=True)) or list(texts_in(value))
     text = max(texts, key=len, default="").strip()
-    return text in said or json.dumps(text, ensure_ascii=False)[1:-1] in said
+    return has_words(said, text) or has_words(said, json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 def are_messages(value: Any) -> bool:
@@ -984,6 +1004,11 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
             "write that list into a file of its own."
         )
     pair = likely_pair(names, rows)
+    if pair is None and len(text_columns(names, rows)) > 1:
+        return (
+            f"{dataset}: columns {found} match no format, and none of them is plainly the one answer to a question. "
+            f"Name two with --columns question=A,answer=B, or use the columns of a format: {known}."
+        )
     if pair is None:
         return (
             f"{dataset}: columns {found} match no format, and no two of them hold text. Write a question and its "

@@ -335,18 +335,38 @@ def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
                 f"{row.columns['completion']!r} begins with a question too. Write the image in that, or one of them."
             )
         said = [message["content"] for message in answer if message["role"] != "assistant"]
-        if not any(prompt.strip() in text or text.strip() in prompt for text in said):
-            raise PlanError(
-                f"{row.source}: field {row.columns['prompt']!r} and the first messages of "
-                f"{row.columns['completion']!r} are two questions. Keep one, or add --ignore_columns "
-                f"{row.columns['prompt']}."
-            )
+        if not any(prompt.strip() in text for text in (*said, "\n\n".join(said))):
+            raise PlanError(_two_questions(row))
         row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
         return answer, learned
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     question, _ = chat_messages(prompt, row.columns["prompt"], row)
-    return question + answer, [False] * len(question) + learned
+    repeated = _repeated(question, answer)
+    if repeated:
+        row.note(f"messages of {row.columns['prompt']!r} that {row.columns['completion']!r} repeats are read once")
+    elif question[-1]["role"] == "user" and answer[0]["role"] in ("user", "system", "developer"):
+        raise PlanError(_two_questions(row))
+    return question + answer[repeated:], [False] * len(question) + learned[repeated:]
+
+
+def _two_questions(row: Row) -> str:
+    prompt = row.columns["prompt"]
+    return (
+        f"{row.source}: field {prompt!r} and the first messages of {row.columns['completion']!r} are two questions. "
+        f"Keep one, or add --ignore_columns {prompt}."
+    )
+
+
+def _repeated(question: list[dict], answer: list[dict]) -> int:
+    """The number of a question's last messages that an answer begins with. The assistant's alone are none: they are
+    continued.
+    """
+    for number in range(min(len(question), len(answer)), 0, -1):
+        again = answer[:number]
+        if question[-number:] == again and any(message["role"] != "assistant" for message in again):
+            return number
+    return 0
 
 
 def joined_answers(messages: list[dict], learned: list[bool]) -> tuple[list[dict], list[bool], dict[int, str]]:

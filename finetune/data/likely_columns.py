@@ -23,6 +23,15 @@ REJECTED_WORDS = re.compile(
 )
 WRONG_WORDS = re.compile(rf"incorrect|wrong|distractor|{REJECTED_WORDS.pattern}", re.I)
 CHOSEN_WORDS = re.compile(r"chosen|prefer|better|best|winner|winning|accepted|positive|good(_|$)|liked", re.I)
+# Words of two names that are alike but for them: of the better answer, and of the other.
+OPPOSED = (
+    *(("win", "lose"), ("accept", "reject"), ("pos", "neg"), ("yw", "yl"), ("y_w", "y_l"), ("right", "wrong")),
+    *(("correct", "incorrect"), ("upvoted", "downvoted"), ("selected", "unselected"), ("safe", "unsafe")),
+)
+NUMBERED = re.compile(r"(.*?)[_ -]?(\d+|(?<=[_ -])[a-k])", re.I)
+# What is beside the words of a user in a request, and what holds these.
+SETTINGS = re.compile(r"system([_ ]?(prompt|instruction|message)s?)?|instructions|(prompt_)?template|preamble", re.I)
+OF_USERS = {"messages", "contents", "input", "inputs", "vars", "variables"}
 # Columns about a row, which are neither asked nor answered.
 ABOUT_ROWS = re.compile(
     r"^(.*_)?(ids?|idx|index|uuid|guid|model|model_name|source|scores?|ratings?|date|time|datetime|timestamp|url|lang\w*"
@@ -40,7 +49,7 @@ def likely_pair(columns: Sequence[str], rows: Sequence[dict] = ()) -> tuple[str,
     """The two columns that most likely are a question and its answer; None if no two hold text. Columns of a column's
     objects are named as in data.text.
     """
-    texts = text_columns(columns, rows)
+    texts = {n: length for n, length in text_columns(columns, rows).items() if not _is_setting(n, columns, rows)}
     if len(texts) < 2:
         return None
     names = [name for name in texts if not WRONG_WORDS.search(name)]
@@ -56,16 +65,50 @@ def likely_pair(columns: Sequence[str], rows: Sequence[dict] = ()) -> tuple[str,
         answer = longest
     others = [name for name in names if name != answer]
     question = next((name for name in others if name in asked), None)
-    return question or max(others, key=lambda name: texts[name]), answer
+    question = question or max(others, key=lambda name: texts[name])
+    is_one_of_several = any(_are_alike(answer, name) for name in texts if name not in (question, answer))
+    if is_one_of_several or (rows and not texts[question]):
+        return None
+    return question, answer
+
+
+def _is_setting(name: str, columns: Sequence[str], rows: Sequence[dict]) -> bool:
+    """True for a system prompt or a template beside which the words of users are."""
+    beside: object = dict.fromkeys(columns)
+    if rows:
+        beside = rows[0]
+    for key in name.split("."):
+        if not isinstance(beside, dict):
+            return False
+        if SETTINGS.fullmatch(key) and OF_USERS & {str(other).casefold() for other in beside}:
+            return True
+        beside = beside.get(key)
+    return False
+
+
+def _are_alike(one: str, other: str) -> bool:
+    """True for names of which each is one of several answers: answer_0 and answer_1, safe_answer and unsafe_answer."""
+    stems = [found[1] for found in map(NUMBERED.fullmatch, (one, other)) if found]
+    return (len(stems) == 2 and stems[0] == stems[1]) or _is_opposed(one, other) or _is_opposed(other, one)
+
+
+def _is_opposed(better: str, worse: str) -> bool:
+    """True for two names that differ in a word of OPPOSED alone."""
+    one, other = (f"_{re.sub(r'[^a-z0-9]+', '_', name.casefold())}_" for name in (better, worse))
+    return any(f"_{good}_" in one and one.replace(f"_{good}_", f"_{bad}_") == other for good, bad in OPPOSED)
 
 
 def likely_preference(columns: Sequence[str], rows: Sequence[dict] = ()) -> dict[str, str] | None:
     """{field: column} of rows that seem to compare two answers, by the names of their columns; else None."""
     rejected = next((name for name in columns if REJECTED_WORDS.search(name)), None)
     chosen = next((name for name in columns if CHOSEN_WORDS.search(name) and name != rejected), None)
+    opposed = next(((a, b) for a in columns for b in columns if _is_opposed(a, b)), None)
+    if opposed:
+        chosen, rejected = opposed
     if rejected is None or chosen is None or not _hold_answers((chosen, rejected), rows):
         return None
-    prompt = next((n for n in columns if QUESTION_WORDS.search(n) and n not in (chosen, rejected)), None)
+    others = [n for n in columns if n not in (chosen, rejected)]
+    prompt = next((n for n in others if QUESTION_WORDS.search(n)), None)
     return {"chosen": chosen, "rejected": rejected} | ({"prompt": prompt} if prompt else {})
 
 
@@ -98,11 +141,11 @@ def is_content(name: str) -> bool:
 
 
 def _leaves(value: object, path: str = "", depth: int = 0):
-    """(path, text) of every string and number in a row: of objects by their keys, of lists their first entry."""
+    """(path, text) of every string and number in a row: of objects by their keys, of lists their only entry."""
     if isinstance(value, dict) and depth < DEEPEST and not _is_map(value):
         for key, part in value.items():
             yield from _leaves(part, f"{path}.{key}" if path else str(key), depth + 1)
-    elif isinstance(value, list) and value and depth < DEEPEST and not _are_objects(value):
+    elif isinstance(value, list) and len(value) == 1 and depth < DEEPEST:
         yield from _leaves(value[0], f"{path}.0", depth + 1)
     elif isinstance(value, str | int | float) and not isinstance(value, bool):
         yield path, str(value)

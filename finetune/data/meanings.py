@@ -206,6 +206,10 @@ SAID = (
 )
 # Words of names of columns and fields that hold an image, where their value is one.
 OF_IMAGES = re.compile(r"(image|img|picture|photo|screenshot)s?\d*")
+SPACED = re.compile(
+    r"(?![\u0e00-\u0fff\u3000-\U0010ffff])[^\W_]"
+)  # a letter of a script that puts spaces between words
+OF_NUMBER = re.compile(r"\d[.,]\d")
 WORDS = 4  # of a text that is no name, title or date
 DEEPEST = 4
 
@@ -331,9 +335,34 @@ def text_beside(name: str, value: Any, said: str) -> str | None:
 
 
 def are_said(texts: Iterable[str], said: str) -> bool:
-    """True if `said` has each of the texts, whatever the spaces in them are."""
-    squeezed = "".join(said.split())
-    return all("".join(text.split()) in squeezed for text in texts)
+    """True if `said` has each of the texts as whole words, whatever the spaces in them are."""
+    return all(has_words(said, text) for text in texts)
+
+
+def has_words(said: str, text: str) -> bool:
+    """True if a text is in `said`, and does not begin or end within a word or a number: 14 has no 4."""
+    words = text.split()
+    if len(words) >= WORDS:
+        return "".join(words) in "".join(said.split())
+    if not words:
+        return True
+    wanted = " ".join(words)
+    whole = " ".join(said.split())
+    at = whole.find(wanted)
+    while at >= 0:
+        end = at + len(wanted)
+        if not (_is_within_word(whole, at) or _is_within_word(whole, end)):
+            return True
+        at = whole.find(wanted, at + 1)
+    return False
+
+
+def _is_within_word(text: str, at: int) -> bool:
+    """True if a place in a text has a word's letters on both sides, or the digits of one number around it."""
+    around = text[max(0, at - 1) : at + 1]
+    if len(around) == 2 and at and all(map(SPACED.match, around)):
+        return True
+    return any(OF_NUMBER.fullmatch(text[max(0, start) : start + 3]) for start in (at - 2, at - 1) if start >= 0)
 
 
 @lru_cache(4096)

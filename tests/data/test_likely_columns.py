@@ -132,3 +132,39 @@ def test_a_conversation_is_read_as_suggested(tmp_path, chat_tokenizer):
     options = RowOptions(columns=parse_columns("messages=chat.messages"))
     check_columns(raw, options, "--dataset a")
     assert tokenize(raw, options, chat_tokenizer, 512).counts["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": {"full_text": "How tall?"}, "answer_0": "40 cm.", "answer_1": "No idea.", "score_1": -1},
+        {"asked": "How tall is it?", "response_j": "It is 40 cm.", "response_k": "No idea."},
+        {"info": {"post": "It is 40 cm tall."}, "choice": 1},
+        {"dialog": ["Hi.", "Hello."], "act": [0, 1], "emotion": [0, 0]},
+        {"internal": [["How tall?", "40 cm."], ["More?", "No."]], "visible": [["How tall?", "40 cm."], ["M?", "No."]]},
+        {
+            "request": {"instructions": "Be brief.", "input": [{"content": "a"}] * 2},
+            "response": {"output_text": "It is."},
+        },
+        {"template": "Translate {{text}}", "vars": {"text": ["a", "b"]}, "output": "Hallo du."},
+    ],
+)
+def test_no_number_no_entry_of_a_list_and_none_of_several_answers_is_suggested(row):
+    said = no_format("a", tuple(row), RowOptions(), [row])
+    assert "match no format" in said and not re.search(r"If \S+ is the question", said), said
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ("win", "lose"),
+        ("accept", "reject"),
+        ("yw", "yl"),
+        ("right_answer", "wrong_answer"),
+        ("safe_text", "unsafe_text"),
+    ],
+)
+def test_of_opposed_answers_the_pair_is_suggested(better, worse):
+    row = {"prompt": "How tall?", worse: "No idea at all.", better: "It is 40 cm."}
+    said = no_format("a", tuple(row), RowOptions(), [row])
+    assert f"Use --preference dpo --columns chosen={better},rejected={worse},prompt=prompt." in said

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from finetune.data.columns import RowOptions, parse_columns, parse_names
+from finetune.data.meanings import has_words
 from finetune.data.prepare import check_columns
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.tokenize import render_row, tokenize
@@ -432,6 +433,38 @@ def test_a_name_is_judged_by_its_words(name, tmp_path, plain_tokenizer):
 def test_what_is_beside_a_conversation_or_a_text_is_refused(row, said, tmp_path, plain_tokenizer):
     with pytest.raises(PlanError, match=re.escape(said)):
         read(tmp_path, plain_tokenizer, row)
+
+
+ASKED_TWO = "Is it yes or no, 4 or 14?"
+SAID_14 = {
+    "messages": [{"role": "user", "content": ASKED_TWO}, {"role": "assistant", "content": "no, it is 14.5 or 14."}]
+}
+
+
+@pytest.mark.parametrize("row", [SAID_14, {"prompt": ASKED_TWO + " ", "completion": "no, it is 14.5 or 14."}])
+def test_an_answer_that_is_within_a_word_or_in_the_question_is_another_one(
+    row, tmp_path, plain_tokenizer, chat_tokenizer
+):
+    tokenizer = chat_tokenizer if "messages" in row else plain_tokenizer
+    for answer in ("4", "yes", "5", "i", "1"):
+        with pytest.raises(PlanError, match="column 'answer' is another answer"):
+            read(tmp_path, tokenizer, row | {"answer": answer})
+    for answer in ("14", "no", "14.5", "it is  14.5", "it is 14.5 or 14."):
+        assert read(tmp_path, tokenizer, row | {"answer": answer}).num_rows == 1
+
+
+def test_a_text_has_whole_words_of_another():
+    for said, text in (
+        ("The answer is 42.", "42"),
+        (r"So \boxed{42}", "42"),
+        ("它高四十厘米。", "四十"),
+        ("x = -3,", "-3"),
+        ("at 4,", "4"),
+        ("a b", ""),
+    ):
+        assert has_words(said, text), (said, text)
+    for said, text in (("14", "4"), ("4.5", "4"), ("1,400", "400"), ("lampe", "lamp"), ("notyes no", "yes")):
+        assert not has_words(said, text), (said, text)
 
 
 def test_columns_that_a_conversation_or_a_text_has_are_a_line(tmp_path, plain_tokenizer, chat_tokenizer):

@@ -256,6 +256,45 @@ def test_a_prompt_that_the_answers_do_not_begin_with_is_refused(tmp_path, chat_t
         read(tmp_path, chat_tokenizer, [row])
 
 
+LAMP = {"role": "user", "content": "How tall is the lamp?"}
+TWO = [LAMP, HI], [LAMP, NO]
+
+
+@pytest.mark.parametrize("options", [PAIRS, RowOptions()])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "The lamp is 40 cm tall. How tall is the lamp?",
+        [HELLO],
+        [{"role": "system", "content": "Be brief."}, HELLO],
+        [HELLO, HI, MORE],
+    ],
+)
+def test_a_prompt_that_says_more_or_other_than_the_first_messages_is_refused(prompt, options, tmp_path, chat_tokenizer):
+    row = {"prompt": prompt} | dict(
+        zip(("chosen", "rejected") if options.pairs else ("completion",), TWO, strict=False)
+    )
+    with pytest.raises(PlanError, match="are two questions. Keep one, or add --ignore_columns prompt"):
+        read(tmp_path, chat_tokenizer, [row], options)
+
+
+@pytest.mark.parametrize("options", [PAIRS, RowOptions()])
+@pytest.mark.parametrize(
+    "before", [[{"role": "system", "content": "Be brief."}], [HELLO, HI], [HELLO, HI, MORE, HI], []]
+)
+def test_a_question_that_the_answers_repeat_stands_once(before, options, tmp_path, chat_tokenizer):
+    names = ("chosen", "rejected") if options.pairs else ("completion",)
+    row = {"prompt": [*before, LAMP]} | dict(zip(names, TWO, strict=False))
+    found = read(tmp_path, chat_tokenizer, [row], options)
+    plain = {"prompt": [*before, LAMP]} | dict(zip(names, ([HI], [NO]), strict=False))
+    assert shown(found, chat_tokenizer) == shown(read(tmp_path, chat_tokenizer, [plain], options), chat_tokenizer)
+    assert any(word in "".join(found.notices) for word in ("read once", "contain it"))
+    after = {"prompt": before} | dict(zip(names, TWO, strict=False))
+    if before:
+        again = read(tmp_path, chat_tokenizer, [after], options)
+        assert shown(again, chat_tokenizer) == shown(found, chat_tokenizer)
+
+
 def test_what_an_object_of_messages_says_beside_them_is_refused_or_said(tmp_path, chat_tokenizer):
     """OpenAI's input has tools beside its messages."""
     row = {"input": {"messages": [HELLO]}, "chosen": [HI], "rejected": [NO]}
