@@ -236,7 +236,7 @@ def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[s
 
 
 def _fewer(devices: int, plan: Parts, shape: KnownShape, budget: MemoryBudget) -> str:
-    """What is enough with --vocab_parallel true, as a plan of several ranks chooses it where nothing is said of it."""
+    """The words on fewer devices with --vocab_parallel true, which a plan of several ranks chooses by itself."""
     if plan.parallel.vocab_parallel or not shards_ends(plan, shape):
         return ""
     fewer = fewest_devices(plan.with_settings(vocab_parallel="true"), shape, budget)
