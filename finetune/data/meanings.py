@@ -206,9 +206,8 @@ SAID = (
 )
 # Words of names of columns and fields that hold an image, where their value is one.
 OF_IMAGES = re.compile(r"(image|img|picture|photo|screenshot)s?\d*")
-SPACED = re.compile(
-    r"(?![\u0e00-\u0fff\u3000-\U0010ffff])[^\W_]"
-)  # a letter of a script that puts spaces between words
+# A letter of a script that puts spaces between words.
+SPACED = re.compile(r"(?![\u0e00-\u0fff\u3000-\U0010ffff])[^\W_]")
 OF_NUMBER = re.compile(r"\d[.,]\d")
 WORDS = 4  # of a text that is no name, title or date
 DEEPEST = 4
