@@ -107,8 +107,7 @@ def likely_preference(columns: Sequence[str], rows: Sequence[dict] = ()) -> dict
         chosen, rejected = opposed
     if rejected is None or chosen is None or not _hold_answers((chosen, rejected), rows):
         return None
-    others = [n for n in columns if n not in (chosen, rejected)]
-    prompt = next((n for n in others if QUESTION_WORDS.search(n)), None)
+    prompt = next((n for n in columns if QUESTION_WORDS.search(n) and n not in (chosen, rejected)), None)
     return {"chosen": chosen, "rejected": rejected} | ({"prompt": prompt} if prompt else {})
 
 
