@@ -457,19 +457,22 @@ class CheckpointWriter:
 
     def _has_its_best(self, state: TrainState, say: Callable[[str], object]) -> bool:
         """True if best/ has the weights of the state's best step, or none are kept there. Otherwise a run went on from
-        here and found better ones, or somebody removed them; if those of this step are there, its evaluation is due.
+        here and found better ones, or somebody removed them. If those of this step are there, the checkpoint was saved
+        before its evaluation, which is due.
         """
         if not self.plan.output.keeps_best:
             return True
         step = None
         with contextlib.suppress(CheckpointDamagedError):
             step = read_manifest(self.root / BEST, (self.weights_file,))["step"]
+        if step == state.best_step:
+            return True
         if step == state.step:
             state.eval_pending = True
-        elif state.best_step not in (None, step):
+        elif state.best_step is not None:
             has = "no weights" if step is None else f"the weights of step {step}"
             say(f"  note: {BEST}/ has {has}, and not those of step {state.best_step}: the best is found anew from here")
-        return step == state.best_step or state.best_step is None
+        return False
 
     def publish(self, engine: Engine, step: int, folder: Path | None = None) -> None:
         """Writes the current weights to the output_dir (or `folder`), each file atomically, and a manifest of them.

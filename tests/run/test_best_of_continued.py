@@ -80,3 +80,20 @@ def test_a_run_that_a_signal_stops_at_its_early_end_ends_there(run, tmp_path):
     assert run(max_steps=8, early_stopping=2, resume="auto").step == whole.step
     assert [evaluated(folder), [e["loss"] for e in read_events(folder, "step")]] == events
     assert run(max_steps=8, early_stopping=0, resume="auto").step == 8  # asked to go on
+
+
+def test_a_run_that_a_signal_stops_after_its_best_evaluation_does_not_take_it_again(run, tmp_path):
+    """Twice it would count as an evaluation without a better loss."""
+    folder = tmp_path / "out"
+    flags = dict(max_steps=4, validation_dataset=EASY, early_stopping=3)
+    run(**flags)
+    whole = [(e["step"], e["loss"]) for e in read_events(folder, "eval")]
+
+    def stop(event):
+        if event["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = run(**flags, overwrite=True, on_eval=stop)
+    assert stopped.status == "stopped" and stopped.best_step == best_step(folder) == 2
+    run(**flags, resume="auto")
+    assert [(e["step"], e["loss"]) for e in read_events(folder, "eval")] == whole
