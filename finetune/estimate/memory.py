@@ -8,7 +8,7 @@ k widths of query and KV heads, T tokens of the microbatch, b bytes of the compu
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from finetune.estimate import traced
 from finetune.estimate.activations import (
@@ -407,6 +407,11 @@ def taught_bytes(m: ModelCost, microbatch: MicrobatchShape) -> tuple[int, int]:
     return of_step, 12 * kept * microbatch.num_targets + 8 * 4 * kept * at_once
 
 
+def loss_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
+    """Bytes within the loss of a microbatch: of its logits, and of what a teacher gave."""
+    return logits_bytes(m, microbatch) + taught_bytes(m, microbatch)[1]
+
+
 def dequantized_once(m: ModelCost) -> tuple[int, int]:
     """(peak, held) bytes while the largest frozen weight is dequantized for a matmul; zeros if it is stored dense."""
     n = m.shape.largest_linear
@@ -450,7 +455,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     largest = shape.largest_linear
     # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
     standing = gradients if microbatch.several or m.flattens or not (m.full or m.device == "cuda") else 0
-    logits = logits_bytes(m, microbatch) + taught_bytes(m, microbatch)[1]
+    logits = loss_bytes(m, microbatch)
     head = 0
     if m.trains_head:
         head = 4 * shape.vocab_size * h
@@ -546,10 +551,7 @@ def _traced_step(
     if m.full:
         head = 4 * m.shape.vocab_size * m.shape.hidden_size
     standing = gradients if microbatch.several or m.flattens or not (m.full or m.device == "cuda") else 0
-
-    def logits(rows: MicrobatchShape) -> int:
-        return logits_bytes(m, rows) + taught_bytes(m, rows)[1]
-
+    logits = partial(loss_bytes, m)
     of_layers = max(0, gradients - 4 * m.outer_full - standing)
     found = traced.peaks(m, microbatch, logits, standing, of_layers, dequantized)
     end = gradients + max(update_bytes(m), reduced[1] if reduced else head * (m.shape.tied + microbatch.several))
