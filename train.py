@@ -79,13 +79,14 @@ from finetune.system.untrusted import tokenizer_failures
 
 
 def tokenizer_folder_of(plan: RunPlan, merged: bool = True) -> Path:
-    """The model's; of a run that continues an adapter the adapter's, if it has one, which the run saves as its own.
+    """The model's; of a run that continues an adapter the adapter's, if it has one, which the run saves as its own, and
+    reads where it is resumed.
 
     `merged`: with --adapter_merge, the model is merged already, and has it.
     """
     if plan.settings.adapter is None or (plan.settings.adapter_merge and (merged or plan.resume_from)):
         return plan.model.tokenizer_folder
-    if plan.resume_from:
+    if plan.resume_from and (plan.resume_from.output_dir / "tokenizer_config.json").is_file():
         folder = plan.resume_from.output_dir
     else:
         folder = read_saved(plan.settings.adapter, fetch=merged).folder

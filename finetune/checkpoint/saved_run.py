@@ -21,7 +21,7 @@ from finetune.model_files.files import local_path
 from finetune.model_files.manifest import read_manifest
 from finetune.model_files.published import is_as_published, is_checkpoint
 from finetune.parts.train_state import TrainState
-from finetune.plan.resume import same_length
+from finetune.plan.resume import changed_settings, same_length
 from finetune.plan.run_plan import RunPlan, SavedRun
 from finetune.system.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, read_json
 
@@ -41,6 +41,11 @@ CHECKPOINT_STATE_SCHEMA = STATE_SCHEMA | {
     "metrics_bytes": int,
     "identity": {str: (str, int)},
 }
+# Settings that say what a run at its last step still publishes or evaluates.
+OF_RESULT = (
+    *("save_model", "load_best", "validation_dataset", "score_dataset", "score_samples", "score_metric"),
+    *("score_pattern", "score_max_new_tokens"),
+)
 AGAIN = "Restore the file as the run wrote it, or start in another --output_dir."
 NO_CHECKPOINT = "has no checkpoint to resume from. Give another folder; --resume auto starts a new run here."
 
@@ -207,9 +212,20 @@ def finished_run(plan: RunPlan) -> TrainState | None:
         return None
     done = finished_state(saved.output_dir)
     complete = done and done.step == done.total_steps and same_length(plan, saved.saved_plan)
-    if done and complete and 0 < (saved.saved_plan["settled"].get("early_stopping") or 0) <= done.worse_evals:
+    last = _plan_in(saved)
+    complete = complete and not set(OF_RESULT) & changed_settings(plan, last).keys()
+    if done and complete and 0 < (last["settled"].get("early_stopping") or 0) <= done.worse_evals:
         complete = plan.ends_early(done)  # with another --early_stopping it goes on
     return done if complete and is_as_published(saved.output_dir) else None
+
+
+def _plan_in(run: SavedRun) -> dict:
+    """The plan in the run's folder, by which its result was published; that of its newest checkpoint if it is none."""
+    try:
+        content = read_json(run.output_dir / PLAN, PLAN_SCHEMA)
+    except (JsonFileError, FileNotFoundError):
+        return run.saved_plan
+    return content if is_as_written(content) else run.saved_plan
 
 
 def finished_state(root: Path) -> TrainState | None:

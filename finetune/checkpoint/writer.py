@@ -173,7 +173,10 @@ class CheckpointWriter:
             state, offset = self.restore(engine, saved)
             folder = saved.folder
             say(f"resumed from {folder} at step {state.step} of {total_steps}")
-            if self._say_of_changes(saved, say) or not self._has_its_best(state, say):
+            changed = self._say_of_changes(saved, say)
+            if changed & {*EVALUATED}:
+                state.before = None
+            if "validation_dataset" in changed or not self._has_its_best(state, say):
                 state.best_loss = None
                 state.best_step = None
                 state.worse_evals = 0
@@ -198,8 +201,8 @@ class CheckpointWriter:
             say(f"  note: {line}")
         self.plan = plan
         if self.files:
+            self.files.save_tokenizer(data.tokenizer)  # first: by the plan a killed run is resumed, with what is here
             self.files.save_plan(plan)
-            self.files.save_tokenizer(data.tokenizer)
         return state, offset, folder
 
     def _checkpoint_of_all_ranks(
@@ -442,8 +445,8 @@ class CheckpointWriter:
         engine.load_state(read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors(RNG))
         return state_of(content), content["metrics_bytes"]
 
-    def _say_of_changes(self, saved: VerifiedCheckpoint, say: Callable[[str], object]) -> bool:
-        """Says which of MAY_CHANGE has changed: that may be a correction. True if the validation loss is another."""
+    def _say_of_changes(self, saved: VerifiedCheckpoint, say: Callable[[str], object]) -> set[str]:
+        """The names in MAY_CHANGE of what has changed, each said: that may be a correction."""
         before = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)["identity"]
         found = [
             what
@@ -453,7 +456,7 @@ class CheckpointWriter:
         for what in found:
             changed, so = MAY_CHANGE[what]
             say(f"  note: {changed} changed since: {so}")
-        return "validation_dataset" in found
+        return set(found)
 
     def _has_its_best(self, state: TrainState, say: Callable[[str], object]) -> bool:
         """True if best/ has the weights of the state's best step, or none are kept there. Otherwise a run went on from

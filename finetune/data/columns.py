@@ -171,10 +171,11 @@ ONE_MORE = re.compile(
 )
 # Words in the names of columns that hold an answer or a part of a question, if they hold a text.
 OF_ANSWERS = {"answer", "response", "completion", "output", "correction", "edit", "edited", "revised", "rewritten"}
-OF_ANSWERS |= {"revision", "fixed", "override", "suggestion", "replacement"}
+OF_ANSWERS |= {"revision", "fixed", "override", "suggestion", "replacement", "solution", "step"}
 OF_QUESTIONS = {"question", "prompt", "instruction", "query", "context", "passage", "document", "body", "input"}
 OF_QUESTIONS |= {"story", "paragraph", "dialogue", "dialog", "transcript", "scenario", "article", "premise", "abstract"}
-OF_QUESTIONS |= {"table", "ocr", "fact"}
+OF_QUESTIONS |= {"table", "ocr", "fact", "definition", "rule", "guideline", "policy", "profile", "evidence", "support"}
+OF_QUESTIONS |= {"email", "poem", "snippet", "trace", "starter", "docstring", "ddl", "demonstration"}
 OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)|code")  # beside a text
 CODE = re.compile(r"[\w.:-]{1,24}")  # of a product, a diagnosis or a version: no program
 WORDS_OF_TEMPLATE = 40  # around a question and its answer, at most: Alpaca's has 30
@@ -666,6 +667,7 @@ class RowReader:
         name = plain_name(column)
         return (
             self._meaning(column, value, row, schema)
+            or _meaning_of_named(column, row, schema)
             or self._one_more(name, value, row, schema)
             or self._asked_too(name, value, row, schema)
             or self._one_more_text(name, value, row, schema)
@@ -739,6 +741,14 @@ class RowReader:
         said = " ".join(str(row.get(column)) for columns in schema.columns.values() for column in columns)
         question = str(row.get(used[0])).strip()
         return None if has_words(said, value) or question in value else "may be a part of the question"
+
+
+def _meaning_of_named(column: str, row: dict, schema: Schema) -> str | None:
+    """The meaning of a column beside a pair whose chosen or rejected answer is the column's name."""
+    if schema.format != "preference":
+        return None
+    answers = [row.get(c) for name in ("chosen", "rejected") for c in schema.columns[name]]
+    return "holds an answer that the pair only names" if column in answers else None
 
 
 def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None:

@@ -264,6 +264,8 @@ def _is_learned(message: dict, where: str, role: str) -> bool:
 
 def _content(content: Any, where: str, row: Row) -> str:
     if isinstance(content, list):
+        if len(content) > 1 and all(isinstance(part, str) for part in content):
+            row.note("the texts of a list are joined as they are, without a space")
         return "".join(_part(part, f"{where[:-1]}[{k}]'", row) for k, part in enumerate(content))
     if not isinstance(content, str):
         if content is None:

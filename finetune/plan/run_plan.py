@@ -55,11 +55,6 @@ class RunPlan(Parts, PlanBase):
         return f"--lr {self.steps.lr}"
 
     @property
-    def searches_rate(self) -> bool:
-        """True if --lr search is still to be done."""
-        return self.requested.get("lr") == "search" and self.resume_from is None
-
-    @property
     def quantizes_again(self) -> bool:
         """True if a resumed run has its base in another format than the saved one."""
         if self.resume_from is None or self.quantization is None:

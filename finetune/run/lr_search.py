@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from finetune.checkpoint.store import steps_of
 from finetune.data.run_data import Data
 from finetune.engine import Batch, FineTuningEngine
 from finetune.errors import NonFiniteError
+from finetune.parts.plan_base import Adjustment, SavedRun
 from finetune.parts.train_state import TrainState
 from finetune.plan.learning_rate import MOST, rounded, trial_factor
 from finetune.plan.run_plan import RunPlan
@@ -41,9 +43,15 @@ class Rungs:
 def with_searched_rate(
     plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[[str], object], stop: StopSignal
 ) -> RunPlan:
-    """The plan with the rate of the best trials, if it asks for a search that no earlier start of the run has done."""
-    if not plan.searches_rate:
+    """The plan with the rate of the best trials, if it asks for a search that no earlier start of the run has done. One
+    that a signal ends settles nothing.
+    """
+    if plan.requested.get("lr") != "search":
         return plan
+    if plan.resume_from:
+        found = searched_before(plan.resume_from)
+        if found or plan.resume_from.step_folder or steps_of(plan.resume_from.output_dir):
+            return replace(plan, adjustments=(*plan.adjustments, *found))
     assert data.validation is not None, "the plan refuses a search without validation rows"
     total = data.total_steps(plan)
     rungs = rungs_of(plan.steps.lr, total, plan.rows_per_step, data.validation.num_rows, plan.settings.search_budget)
@@ -58,9 +66,19 @@ def with_searched_rate(
         said = f", then the best {KEPT} for {more}"
     say(f"lr search: {len(rungs.rates)} rates for {first} steps each{said}; {rungs.rows} validation rows compare them")
     evaluated = validation_part(data, plan, engine.pad_id, rungs.rows)
-    rate, reason = best_rate(plan, data, engine, rungs, evaluated, say, stop)
+    rate = best_rate(plan, data, engine, rungs, evaluated, say, stop)
+    if rate is None:
+        say("lr search: ended by a signal, which leaves it to the resumed run")
+        return plan
+    reason = f"the least validation loss of {rungs.trials} trials"
     say(f"lr: {rate:g} ({reason})")
     return plan.changed({"lr": (rate, reason)})
+
+
+def searched_before(run: SavedRun) -> list[Adjustment]:
+    """The change of the rule's rate by an earlier start of the run; the rule's own is of the word search."""
+    found = [Adjustment(**entry) for entry in run.saved_plan.get("adjustments", ())]
+    return [entry for entry in found if entry.setting == "lr" and not isinstance(entry.requested, str)]
 
 
 def rungs_of(rate: float, total: int, rows_per_step: int, validation_rows: int, budget: float) -> Rungs | None:
@@ -87,29 +105,39 @@ def best_rate(
     evaluated: list[Batch],
     say: Callable[[str], object],
     stop: StopSignal,
-) -> tuple[float, str]:
+) -> float | None:
+    """The rate with the least loss; None if a signal ended the trials."""
     rates = list(rungs.rates)
-    losses = {}
-    for steps in rungs.steps:
-        if not steps or stop.requested():
-            break
-        losses = {rate: trial(plan, data, engine, rate, steps, evaluated) for rate in rates}
+    losses: dict[float, float] = {}
+    for steps in filter(None, rungs.steps):
+        losses = {rate: trial(plan, data, engine, rate, steps, evaluated, stop) for rate in rates}
+        if stop.requested():
+            return None
         say("  " + ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items()) + f" after {steps} steps")
         rates = sorted(losses, key=lambda rate: losses[rate])[:KEPT]
-    best = min(losses, key=lambda rate: losses[rate], default=plan.steps.lr)
-    return best, f"the least validation loss of {rungs.trials} trials"
+    return min(losses, key=lambda rate: losses[rate])
 
 
 def trial(
-    plan: RunPlan, data: Data, engine: FineTuningEngine, rate: float, steps: int, evaluated: list[Batch]
+    plan: RunPlan,
+    data: Data,
+    engine: FineTuningEngine,
+    rate: float,
+    steps: int,
+    evaluated: list[Batch],
+    stop: StopSignal,
 ) -> float:
-    """Validation loss after `steps` steps at this rate, which are undone; infinite if it diverged."""
+    """Validation loss after `steps` steps at this rate, which are undone; infinite if it diverged, or a signal ended
+    them.
+    """
     factor = trial_factor(steps, data.total_steps(plan), plan.steps.adam_beta2)
     state = TrainState(total_steps=steps)
     schedule = replace(plan.schedule(steps), lr=rate * factor)
     with engine.undone():
         try:
             while state.step < steps:
+                if stop.requested():
+                    return math.inf
                 microbatches, _, cursor = data.step(plan, state, engine)
                 result = engine.train_step(microbatches, schedule.lr_at(state.step + 1))
                 state.advance(result, cursor)

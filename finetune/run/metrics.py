@@ -263,7 +263,7 @@ class Metrics:
         evaluated: set[tuple[int, int | None]] = set()
         for line in data.splitlines(keepends=True):
             event = _event_of(line)
-            if event is not None:
+            if event is not None and not _is_after(event, state.step):
                 lines.append(line)
                 steps |= {event["step"]} if event["event"] == "step" else set()
                 evaluated |= {(event["step"], event.get("of_step"))} if event["event"] == "eval" else set()
@@ -488,7 +488,7 @@ class Metrics:
         self.say(f"eval  step {state.step}{weights} | {shown}")
         if state.step == 0:
             state.before = values
-        summary.before = state.before or values
+        summary.before = state.before
         summary.after = values
         if self.curve and of_step is None:
             self.curve.evaluated(state.step, values.get("loss"))
@@ -574,6 +574,11 @@ EVENT_SCHEMAS: dict = {
     "step": {"step": int, **{f"{name}?": OPTIONAL_NUMBER for name in NUMBERS}},
     "eval": {"step": int, "of_step?": int, "loss?": OPTIONAL_NUMBER},
 }
+
+
+def _is_after(event: dict, step: int) -> bool:
+    """True for what is of a later step: a checkpoint's number of bytes may be of a log that was removed since."""
+    return isinstance(event.get("step"), int) and event["step"] > step
 
 
 def _event_of(line: bytes) -> dict | None:

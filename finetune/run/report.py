@@ -348,11 +348,14 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
     s = plan.settings
     r = summary
     lines = [""]
-    if r.before and r.after and code == 0:
-        names = [n for n in r.after if (n == "loss" or n.startswith("rewards/")) and n in r.before]
-        columns = {"before": r.before, "after": r.after}
+    if r.after and code == 0:
+        names = [n for n in r.after if n == "loss" or n.startswith("rewards/")]
+        columns = {}
+        if r.before:  # a resumed run may have had none, or of other rows
+            columns["before"] = r.before
         if r.best and s.eval_every:
-            columns = {"before": r.before, best_title(r.best, r.before): r.best, "after": r.after}
+            columns[best_title(r.best, r.before or {})] = r.best
+        columns["after"] = r.after
         rows = [("", *columns), *((n, *(f"{v[n]:.4f}" if n in v else "-" for v in columns.values())) for n in names)]
         many = len(data.score_examples)
         counts = {name: r.after.get("num_scored") for name in SCORE_NAMES if name.startswith("score_")}

@@ -153,6 +153,12 @@ def test_results_of_tools_stay_where_they_are_among_the_blocks():
     assert found["rating"] == 1
 
 
+def test_texts_of_a_list_are_joined_with_a_line():
+    found, noted = read_messages({"role": "user", "content": ["One.", "Two."]})
+    assert found[0]["content"] == "One.Two."
+    assert noted == {"the texts of a list are joined as they are, without a space": 1}
+
+
 def test_thoughts_are_not_glued_and_what_a_block_says_beside_is_a_line():
     (found,), noted = read_messages({"role": "assistant", "content": [thought("One."), thought("Two."), TEXT]})
     assert found["reasoning_content"] == "One.\n\nTwo." and noted == {

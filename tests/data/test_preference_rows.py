@@ -343,3 +343,10 @@ def test_what_is_beside_a_pair_is_judged_as_beside_a_question(row, more, said, t
         read(tmp_path, plain_tokenizer, [row | more], options)
     beside = {"answer": "40 cm.", "context": "How tall", "source": "a", "topic": "lamps"}
     assert read(tmp_path, plain_tokenizer, [row | beside], options).num_rows == 1
+
+
+def test_a_pair_that_names_the_columns_of_its_answers_is_refused(tmp_path, plain_tokenizer):
+    row = {"prompt": "How tall is it?", "A": "40 cm.", "B": "No idea.", "chosen": "A", "rejected": "B"}
+    with pytest.raises(PlanError, match="column 'A' holds an answer that the pair only names"):
+        read(tmp_path, plain_tokenizer, [row], PAIRS)
+    assert read(tmp_path, plain_tokenizer, [row | {"chosen": "C", "rejected": "D"}], PAIRS).num_rows == 1

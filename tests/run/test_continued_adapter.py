@@ -482,3 +482,27 @@ def test_a_resumed_run_needs_no_adapter_and_is_bitwise_the_uninterrupted_one(fir
     assert all(torch.equal(one[name], two[name]) for name in one)
     losses = [[e["loss"] for e in read_events(tmp_path / n, "step")] for n in ("whole", "cut")]
     assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_a_run_that_was_killed_before_its_tokenizer_was_written_reads_the_adapters(first, chat_model, tmp_path):
+    """So does a checkpoint that was copied out of its run."""
+    rows = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo."}]
+    rows.write_text(json.dumps({"messages": turns}) + "\n")
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}")
+    flags = first(chat_model, dataset=str(rows), chat_template=str(template)) | {"dataset": str(rows), "max_steps": 2}
+    fine_tune(**flags, save_every=1)
+    second = tmp_path / "second"
+    losses = [event["loss"] for event in read_events(second, "step")]
+    own = (second / "chat_template.jinja").read_text()
+    assert own.startswith("{% for m in messages %}[")
+    shutil.copytree(second / "checkpoints" / "step-1", tmp_path / "copied")
+    for name in ("checkpoints", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "train_state.json"):
+        path = second / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    fine_tune(**flags, resume="auto")
+    assert [event["loss"] for event in read_events(second, "step")] == losses
+    assert (second / "chat_template.jinja").read_text() == own
+    fine_tune(resume=str(tmp_path / "copied"), output_dir=str(tmp_path / "third"))
+    assert (tmp_path / "third" / "chat_template.jinja").read_text() == own

@@ -1,14 +1,18 @@
 """--lr search, --early_stopping and --load_best on real runs: what they leave behind, to the bit."""
 
+import itertools
 import json
+import os
 import re
+import shutil
+import signal
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from finetune.errors import PlanError
-from finetune.run import samples
+from finetune.run import lr_search, samples
 from finetune.run.lr_search import rungs_of
 from tests.support.runs import read_events
 from train import fine_tune
@@ -50,10 +54,11 @@ def settled(folder):
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("mlx", marks=pytest.mark.slow)])
 def test_a_searched_run_is_to_the_bit_the_run_with_the_rate_it_chose(learn, backend, capsys):
-    searched, _ = learn("searched", **SEARCH, backend=backend)
+    searched, _ = learn("searched", **SEARCH, search_budget=0.26, backend=backend)
     said = capsys.readouterr().out
     assert re.search(r"lr search: [345] rates for \d+ steps each", said)
     assert re.search(r"the least validation loss of [357] trials", said)
+    assert "search_budget: not read" not in said
     rate = settled(searched)["lr"]
     given, _ = learn("given", **SEARCH | {"lr": rate}, backend=backend)
     assert_same_weights(searched, given)
@@ -73,6 +78,37 @@ def test_a_search_is_not_repeated_by_a_resumed_run(learn, capsys):
     fine_tune(resume="auto", output_dir=str(stopped))
     assert "lr search:" not in capsys.readouterr().out
     assert_same_weights(whole, stopped)
+
+
+@pytest.mark.parametrize("at", [1, 20, 50])  # steps of the trials
+def test_a_search_that_a_signal_ends_is_the_resumed_runs(at, learn, monkeypatch, capsys):
+    """Killed once more before the first checkpoint, what was found is kept."""
+    flags = SEARCH | {"num_epochs": 6, "search_budget": 0.9, "eval_samples": 0}
+    whole, _ = learn("whole", **flags)
+    steps = itertools.count(1)
+    step_of = lr_search.Data.step
+
+    def step(*args):
+        if next(steps) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step_of(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lr_search.Data, "step", step)
+        folder, stopped = learn("stopped", **flags)
+    assert stopped.status == "stopped" and stopped.step == 0
+    assert "ended by a signal" in capsys.readouterr().out
+    with pytest.raises(RuntimeError):
+        fine_tune(resume="auto", output_dir=str(folder), on_step=_killed)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    capsys.readouterr()
+    fine_tune(resume="auto", output_dir=str(folder))
+    assert settled(folder)["lr"] == settled(whole)["lr"]
+    assert_same_weights(whole, folder)
+
+
+def _killed(event):
+    raise RuntimeError("killed")
 
 
 @pytest.mark.parametrize(
