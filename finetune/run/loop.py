@@ -285,7 +285,8 @@ def evaluate(
         if not state.step or data.validation is None or of_step is not None:
             pass
         elif state.best_loss is not None and not found.loss < state.best_loss:
-            state.worse_evals += 1
+            if not plan.ends_early(state):  # the evaluation that ended the run may be taken again at its end
+                state.worse_evals += 1
         else:
             state.best_loss = found.loss
             state.best_step = state.step

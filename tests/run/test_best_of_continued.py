@@ -82,6 +82,13 @@ def test_a_run_that_a_signal_stops_at_its_early_end_ends_there(run, tmp_path):
     assert run(max_steps=8, early_stopping=0, resume="auto").step == 8  # asked to go on
 
 
+def test_the_evaluation_that_ends_a_run_counts_once(run, tmp_path):
+    """Where the last weights are the result, it is taken again at their publication."""
+    ended = run(max_steps=8, early_stopping=2, load_best="false")
+    assert ended.worse_evals == 2
+    assert run(max_steps=8, early_stopping=3, load_best="false", resume="auto").step == ended.step + 1
+
+
 def test_a_run_that_a_signal_stops_after_its_best_evaluation_does_not_take_it_again(run, tmp_path):
     """Twice it would count as an evaluation without a better loss."""
     folder = tmp_path / "out"
