@@ -1,14 +1,21 @@
-"""The checkpoint that a job resumes from: each rank hashes a share of its files, and all learn the result."""
+"""Files that all ranks need: the checkpoint that a job resumes from, of which each rank hashes a share, and what rank 0
+alone may see.
+"""
 
+import base64
 import contextlib
 import os
 import platform
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from finetune.checkpoint.store import VerifiedCheckpoint, check_file, check_index
 from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.engine import Engine
-from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.errors import CheckpointDamagedError, PlanError, StorageError
 from finetune.model_files.manifest import read_manifest
 from finetune.system.files import open_file
 
@@ -112,3 +119,33 @@ def shared_view(engine: Engine, folder: Path, lock_text: str | None) -> list:
     if seen == held:
         return ["shared"]
     return view_of(folder, engine.rank)
+
+
+def of_rank_0(engine: Engine, read: Callable[[], Any]) -> Any:
+    """The JSON value that `read` gives on rank 0, whose failure is raised on all. Collective."""
+    found = failed = None
+    if engine.rank == 0:
+        try:
+            found = read()
+        except (CheckpointDamagedError, StorageError, PlanError) as error:
+            failed = [error.exit_code, str(error)]
+    found, failed = engine.broadcast_object([found, failed])
+    if failed:
+        code, text = failed
+        raise ERRORS_BY_CODE[code](text)
+    return found
+
+
+def arrays_of_rank_0(engine: Engine, read: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays that `read` gives on rank 0, on every rank, one after the other. Collective."""
+    here: dict[str, np.ndarray] = {}
+
+    def described() -> dict[str, list]:
+        here.update(read())
+        return {name: [str(array.dtype), array.shape] for name, array in here.items()}
+
+    found = {}
+    for name, (dtype, shape) in of_rank_0(engine, described).items():
+        sent = engine.broadcast_object(base64.b64encode(here[name].tobytes()).decode() if here else None)
+        found[name] = np.frombuffer(base64.b64decode(sent), dtype).reshape(shape).copy()
+    return found

@@ -15,7 +15,7 @@ from finetune.adapters.continued import read_saved
 from finetune.adapters.heads import FILE as HEAD
 from finetune.adapters.saved import PEFT_FILE
 from finetune.checkpoint.output_dir import BEST, MOMENTS, OutputDir, root_of, weights_file
-from finetune.checkpoint.over_ranks import newest_of_all_ranks, shared_view, view_of
+from finetune.checkpoint.over_ranks import arrays_of_rank_0, newest_of_all_ranks, of_rank_0, shared_view, view_of
 from finetune.checkpoint.saved_run import CHECKPOINT_STATE_SCHEMA, NO_CHECKPOINT, PLAN, REQUIRED, STATE, state_of
 from finetune.checkpoint.store import (
     VerifiedCheckpoint,
@@ -176,7 +176,7 @@ class CheckpointWriter:
             changed = self._say_of_changes(saved, say)
             if changed & {*EVALUATED}:
                 state.before = None
-            if "validation_dataset" in changed or not self._has_its_best(state, say):
+            if "validation_dataset" in changed or not self._has_its_best(engine, state, say):
                 state.best_loss = None
                 state.best_step = None
                 state.worse_evals = 0
@@ -295,17 +295,7 @@ class CheckpointWriter:
 
     def _begin_parts(self, engine: Engine, step: int) -> Path:
         """The new folder that all ranks write to. A failure on rank 0 is raised on all. Collective."""
-        beside = None
-        failed = None
-        try:
-            if self.files:
-                beside = begin_checkpoint(self.place, step, self.run_id)
-        except (StorageError, PlanError) as error:
-            failed = [error.exit_code, str(error)]
-        name, failed = engine.broadcast_object([beside and beside.name, failed])
-        if failed:
-            code, text = failed
-            raise ERRORS_BY_CODE[code](text)
+        name = of_rank_0(engine, lambda: begin_checkpoint(self.place, step, self.run_id).name)
         return folder_of_step(self.place, step).with_name(name)
 
     def _write(self, engine: Engine, content: Content) -> None:
@@ -458,16 +448,20 @@ class CheckpointWriter:
             say(f"  note: {changed} changed since: {so}")
         return set(found)
 
-    def _has_its_best(self, state: TrainState, say: Callable[[str], object]) -> bool:
+    def _has_its_best(self, engine: Engine, state: TrainState, say: Callable[[str], object]) -> bool:
         """True if best/ has the weights of the state's best step, or none are kept there. Otherwise a run went on from
         here and found better ones, or somebody removed them. If those of this step are there, the checkpoint was saved
-        before its evaluation, which is due.
+        before its evaluation, which is due. Collective.
         """
         if not self.plan.output.keeps_best:
             return True
-        step = None
-        with contextlib.suppress(CheckpointDamagedError):
-            step = read_manifest(self.root / BEST, (self.weights_file,))["step"]
+
+        def step_of_best() -> int | None:
+            with contextlib.suppress(CheckpointDamagedError):
+                return read_manifest(self.root / BEST, (self.weights_file,))["step"]
+            return None
+
+        step = of_rank_0(engine, step_of_best)
         if step == state.best_step:
             return True
         if step == state.step:
@@ -503,13 +497,21 @@ class CheckpointWriter:
                 remove_manifest(folder)
             self.files.write_text(str(subfolder / MANIFEST), manifest_of(folder, step, self.run_id))
 
-    def best_weights(self) -> dict:
-        """The adapter in best/, as `publish` wrote it. Raises CheckpointDamagedError."""
+    def best_weights(self, engine: Engine) -> dict:
+        """The adapter in rank 0's best/, as `publish` wrote it. Raises CheckpointDamagedError. Collective."""
         best = self.root / BEST
-        with verified(best, [best / self.weights_file]):
-            return {
-                name: tensor[...] for name, tensor in safetensors_io.CheckpointTensors(best, self.weights_file).items()
-            }
+
+        def read() -> dict:
+            with verified(best, [best / self.weights_file]):
+                tensors = safetensors_io.CheckpointTensors(best, self.weights_file)
+                return {name: tensor[...] for name, tensor in tensors.items()}
+
+        manifest = None
+        with contextlib.suppress(OSError):
+            manifest = (best / MANIFEST).read_text()
+        if all(engine.all_gather_object(manifest == engine.broadcast_object(manifest))):
+            return read()
+        return arrays_of_rank_0(engine, read)
 
     def finish(self, state: TrainState) -> None:
         """Writes the final state, which makes the run complete."""

@@ -226,7 +226,7 @@ def load_best(engine: Engine, plan: PlanBase, state: TrainState, log: Metrics, w
     """Loads the weights with the least validation loss, if asked for and not already the last; True if it did."""
     if not plan.load_best or state.best_step in (None, state.step):
         return False
-    engine.load_trainable(writer.best_weights())
+    engine.load_trainable(writer.best_weights(engine))
     log.say(f"the weights of step {state.best_step} are published: the least validation loss, {state.best_loss:.4f}")
     return True
 
