@@ -96,11 +96,11 @@ class OutputDir:
         # The default folder was created for this run before its plan was printed.
         self.is_own_folder = self.lock.created_folder or "output_dir" not in plan.requested
         saved = plan.resume_from
-        self.continues = saved is not None and not saved.is_outside
+        self.continues = saved is not None and saved.continues
         if holds_a_run(self.root) and not self.continues and not plan.output.overwrite:
             self.close()
             ways = "Use --resume auto to continue it, or --overwrite true to replace it"
-            raise PlanError(f"--output_dir {self.root}: holds another run. {'Give another folder' if saved else ways}.")
+            raise PlanError(f"--output_dir {self.root}: holds another run. {ways}.")
         try:
             if self.continues:
                 self.owned.check(names_present(self.root))

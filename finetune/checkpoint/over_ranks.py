@@ -1,6 +1,4 @@
-"""Files that all ranks need: the checkpoint that a job resumes from, of which each rank hashes a share, and what rank 0
-alone may see.
-"""
+"""Files that all ranks need: each hashes a share of the checkpoint to resume from; others are rank 0's alone."""
 
 import base64
 import contextlib

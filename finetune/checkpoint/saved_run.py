@@ -29,7 +29,7 @@ PLAN = "run_plan.json"
 STATE = "train_state.json"
 # Files that every checkpoint has beside its weights and moments.
 REQUIRED = (PLAN, STATE, "rng.safetensors")
-PLAN_SCHEMA = {"requested": {str: object}, "settled": {str: object}}
+PLAN_SCHEMA = {"requested": {str: object}, "settled": {str: object}, "began_from?": str}
 # Fields of TrainState that earlier versions did not save.
 LATER = ("output_dir", "before", "scores", "exit_code", "eval_pending", "worse_evals", "dataset_tokens", "stream")
 STATE_SCHEMA = {
@@ -96,7 +96,7 @@ def _named(resume: str, output_dir: str | None) -> SavedRun:
             raise PlanError(f"{said}: is a checkpoint outside of a run's folder. Give the --output_dir to continue in.")
         return _of_checkpoint(Path(output_dir), full)
     saved = _unless_in_use(root, lambda: _of_output_dir(root, said))
-    if not steps_of(root) and finished_state(root) is None:
+    if not steps_of(root) and finished_state(root) is None and not saved.begun:
         raise PlanError(f"{said}: {NO_CHECKPOINT}")
     return saved
 
@@ -120,7 +120,16 @@ def _of_output_dir(root: Path, said: str) -> SavedRun:
         raise PlanError(f"{said}: {root} has no {PLAN}. Give the output_dir of a run.") from None
     except JsonFileError as error:
         raise PlanError(f"{error}. {AGAIN}") from None
-    return SavedRun(root, checked_plan(content, root / PLAN), None)
+    own = checked_plan(content, root / PLAN)
+    if "began_from" not in own:
+        return SavedRun(root, own, None)
+    first = Path(own["began_from"])
+    if not first.is_dir():
+        raise PlanError(
+            f"{said}: {root} was begun from {first}, which is gone, and has no checkpoint of its own. Put it back, or "
+            "begin again with --overwrite true."
+        )
+    return SavedRun(root, _plan_of_checkpoint(first) | {"requested": own["requested"]}, first, begun=True)
 
 
 def newest_plan(root: Path, step_folders: list[Path], read: Callable[[Path], dict]) -> dict | None:

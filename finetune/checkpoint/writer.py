@@ -177,9 +177,7 @@ class CheckpointWriter:
             if changed & {*EVALUATED}:
                 state.before = None
             if "validation_dataset" in changed or not self._has_its_best(engine, state, say):
-                state.best_loss = None
-                state.best_step = None
-                state.worse_evals = 0
+                state.forget_best()
             if engine.reseeded:
                 say("  saved by another engine, world size or degrees: dropout RNG re-seeded per rank")
             if plan.ends_early(state) and same_length(plan, plan.resume_from.saved_plan):

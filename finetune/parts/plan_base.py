@@ -28,13 +28,20 @@ class Adjustment:
 @dataclass(frozen=True)
 class SavedRun:
     """A run on disk that --resume names: the folder it continues in, its saved plan, the checkpoint if one was named.
-    `notices`: what the user should know about these files.
+    `notices`: what the user should know about these files. `begun`: the output_dir holds the run's beginning, without a
+    checkpoint of its own; `step_folder` is the one of another folder that it began from.
     """
 
     output_dir: Path
     saved_plan: dict
     step_folder: Path | None
     notices: tuple[str, ...] = ()
+    begun: bool = False
+
+    @property
+    def continues(self) -> bool:
+        """True if the output_dir holds the run already."""
+        return self.begun or not self.is_outside
 
     @property
     def is_outside(self) -> bool:
@@ -164,6 +171,7 @@ class PlanBase:
             "requested": requested,
             "settled": settled | {"engine": self.engine},
             "adjustments": [asdict(a) for a in self.adjustments],
+            **began_from(self.resume_from),
         }
 
     def digest(self) -> str:
@@ -188,12 +196,20 @@ class PlanBase:
             saved = content["resume_from"]
             step_folder = saved["step_folder"] and Path(saved["step_folder"])
             notices = tuple(saved["notices"])
-            content["resume_from"] = SavedRun(Path(saved["output_dir"]), saved["saved_plan"], step_folder, notices)
+            found = SavedRun(Path(saved["output_dir"]), saved["saved_plan"], step_folder, notices, saved["begun"])
+            content["resume_from"] = found
         return cls(**content)
 
     def on_this_host(self: Plan) -> Plan:
         """The plan with what this host must find for itself."""
         return self
+
+
+def began_from(saved: SavedRun | None) -> dict:
+    """The checkpoint of another folder that a run begins from, as run_plan.json names it until there is one of its own."""
+    if saved is None or saved.step_folder is None or not saved.is_outside:
+        return {}
+    return {"began_from": str(saved.step_folder.resolve())}
 
 
 def format_value(value: object) -> str:

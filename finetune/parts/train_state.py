@@ -39,6 +39,12 @@ class TrainState:
     def cursor(self) -> Cursor:
         return Cursor(self.epoch, self.index)
 
+    def forget_best(self) -> None:
+        """Forgets the best evaluation: those that follow are of other rows or weights, and compared with none before."""
+        self.best_loss = None
+        self.best_step = None
+        self.worse_evals = 0
+
     def advance(self, result: StepResult, cursor: Cursor) -> None:
         """One step is done, with this StepResult; the next begins at `cursor`."""
         self.step = self.step + 1

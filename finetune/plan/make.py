@@ -120,7 +120,7 @@ def make_plan(
         plan.shape.tracer.close()
     if adapter:
         check_fit(adapter, plan.shape)
-    if plan.output.overwrite and not (saved and not saved.is_outside):
+    if plan.output.overwrite and not (saved and saved.continues):
         check_not_removed(plan.output.folder, read_by(plan), "--output_dir", "--overwrite")
     plan = with_files_checked(plan, on_paper)
     selected = None

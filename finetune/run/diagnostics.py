@@ -123,16 +123,19 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     return [finding for finding in found if finding]
 
 
-def of_present_rows(events: list[dict]) -> list[dict]:
-    """The eval events of the rows that the last start event holds out: a resumed run may have others than before."""
+def of_present_rows(events: list[dict], names: tuple[str, ...] = ("held_out_sha256",)) -> list[dict]:
+    """The eval events of the rows that the last start event holds out: a resumed run may have others than before.
+    `names`: of the facts that tell them.
+    """
     found: list[dict] = []
-    rows = None
+    rows: dict[str, str] = {}
     for event in events:
         if event["event"] == "start":
-            now = (event.get("facts") or {}).get("held_out_sha256")
-            if now and rows and now != rows:
+            facts = event.get("facts") or {}
+            now = {name: facts[name] for name in names if facts.get(name)}
+            if any(rows.get(name, digest) != digest for name, digest in now.items()):
                 found = []
-            rows = now or rows
+            rows |= now
         elif event["event"] == "eval":
             found.append(event)
     return found

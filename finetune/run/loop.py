@@ -45,6 +45,9 @@ def begin(
         start()
     if resumed_from and plan.quantizes_again:
         state.eval_pending = True  # what the other base does to the loss is measured at once
+        state.forget_best()
+    if plan.resume_from and plan.resume_from.is_outside:  # the bytes are those of another folder's log
+        offset = None
     log.open(writer.root, state, offset, writer.run_id)
     if resumed_from:
         log.saved(state.step, resumed_from)
@@ -172,6 +175,8 @@ def train(
                     state.eval_pending = data.validation is not None or bool(data.score_examples)
                 save(engine, state, log, writer, beside_steps=goes_on and plan.async_save)
                 unsaved = False
+        if unsaved and stop.requested() and plan.output.save_model:  # by a signal since the step was looked at
+            save(engine, state, log, writer)
     if traces:
         log.say(f"profile: {len(traces)} files in {traces[0].parent}")
 

@@ -16,6 +16,7 @@ from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, STATE, checked_plan
 from finetune.config import DEFAULTS, FIELDS
 from finetune.errors import PlanError
 from finetune.model_files.hub import looks_like_hub_id
+from finetune.model_files.manifest import MANIFEST
 from finetune.parts.objectives import CLASSIFY, EMBED, GENERATE, REWARD_MODEL
 from finetune.run.evaluation import EXACT, SCORE_NAMES
 from finetune.run.metrics import events_in
@@ -56,6 +57,7 @@ class Facts:
     settled: dict = field(default_factory=dict)
     data: dict = field(default_factory=dict)
     step: int | None = None
+    published_step: int | None = None
     before: dict = field(default_factory=dict)
     after: dict = field(default_factory=dict)
     dense: dict = field(default_factory=dict)
@@ -87,6 +89,7 @@ def facts_of(folder: Path, state: dict | None = None) -> Facts:
         settled=settled,
         data=start["data"] if isinstance(start.get("data"), dict) else {},
         step=step if type(step) is int else None,
+        published_step=_read(folder / MANIFEST, {"step": int}).get("step"),
         **{name: _numbers(scores.get(name)) for name in ("before", "after", "dense")},
     )
 
@@ -234,7 +237,11 @@ def _training(facts: Facts) -> str:
     rows += [("data, size", ", ".join(counts))] if counts else []
     rows += [("data, digest", f"sha256:{facts.data['sha256']}")] if facts.data.get("sha256") else []
     rows += [("training", str(facts.settled["train_type"]))] if facts.settled.get("train_type") else []
-    rows += [("steps", f"{facts.step:,}")] if facts.step is not None else []
+    if facts.step is not None:
+        of = ""
+        if facts.published_step not in (None, facts.step):
+            of = f"; these weights are those of step {facts.published_step:,}"
+        rows.append(("steps", f"{facts.step:,}{of}"))
     full = facts.settled.get("train_type") == "full"
     quantized = bool(_quantized(facts))
     for setting in SHOWN:

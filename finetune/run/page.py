@@ -57,10 +57,14 @@ MOST_WRONG = 64
 MOST_TEXT = 700
 
 
+ROWS_OF_LOG = ("held_out_sha256", "scored_sha256")  # facts of a start event
+
+
 @dataclass
 class Run:
     """A run as the files of its folder say it. `by_kind`: its events; `last`: the last start or end in the log's order,
-    as a clock may be set back between a start and a resume; `measured`: its evaluations of the rows held out last.
+    as a clock may be set back between a start and a resume; `measured`: its evaluations of the rows held out last;
+    `comparable`: those whose scored rows are the last ones too.
     """
 
     folder: Path
@@ -70,6 +74,7 @@ class Run:
     samples: list[dict]
     last: dict
     measured: list[dict] = field(default_factory=list)
+    comparable: list[dict] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -149,7 +154,8 @@ def read_run(folder: Path) -> Run:
     for event in events:
         by_kind.setdefault(str(event["event"]), []).append(event)
     last: dict = next((event for event in reversed(events) if event["event"] in ("start", "end")), {})
-    run = Run(folder, folder.resolve().name, by_kind, plan, samples.read(folder), last, of_present_rows(events))
+    measured, comparable = (of_present_rows(events, ROWS_OF_LOG[:count]) for count in (1, 2))
+    run = Run(folder, folder.resolve().name, by_kind, plan, samples.read(folder), last, measured, comparable)
     best = folder / "best"
     run.findings = findings(events, run.samples, run.settled, str(best) if best.is_dir() else None)
     return run
@@ -263,10 +269,13 @@ def evaluations(run: Run) -> Table:
     that of these weights.
     """
     found = run.of("eval")
-    own = run.evaluated() or found
+    own = [event for event in run.comparable if "of_step" not in event] or run.evaluated() or found
     best = run.best()
     published = run.published()
-    columns = {"before": own[0]}
+    first = "before"
+    if own[0].get("step"):  # a resumed run had no rows before, or others
+        first = f"first (step {own[0]['step']})"
+    columns = {first: own[0]}
     if best:
         columns[best_title(best, own[0])] = best
     last = "after"

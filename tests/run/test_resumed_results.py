@@ -6,6 +6,9 @@ import signal
 
 import pytest
 
+from finetune.errors import PlanError
+from finetune.plan.run_plan import RunPlan
+from finetune.run import page
 from tests.run.test_best_of_continued import EASY, HARD, best_step
 from tests.support.runs import read_events
 from train import fine_tune
@@ -78,3 +81,62 @@ def test_each_step_stands_once_in_a_log_that_was_begun_anew(run, tmp_path):
     shutil.rmtree(folder / "checkpoints" / "step-6")
     run(max_steps=6, resume=str(folder / "checkpoints" / early.name))
     assert [event["step"] for event in read_events(folder, "step")] == [4, 5, 6]
+
+
+def test_a_run_that_began_from_another_folders_checkpoint_begins_there_again(run, tmp_path):
+    """Killed before a checkpoint of its own, it began from nothing."""
+    run(max_steps=4, save_every=2, keep_last=9)
+    copied = shutil.copytree(tmp_path / "out" / "checkpoints" / "step-2", tmp_path / "copied")
+    own = tmp_path / "own"
+    flags = dict(max_steps=6, output_dir=str(own))
+    with pytest.raises(RuntimeError):
+        run(**flags, resume=str(copied), on_step=_killed)
+    moved = copied.rename(tmp_path / "moved")
+    with pytest.raises(PlanError, match="was begun from .*copied, which is gone"):
+        run(**flags, resume="auto")
+    moved.rename(copied)
+    run(**flags, resume="auto")
+    assert [event["step"] for event in read_events(own, "step")] == [3, 4, 5, 6]
+    whole = tmp_path / "whole"
+    run(**flags | dict(output_dir=str(whole)), resume=str(copied))
+    same, other = (folder / "adapter_model.safetensors" for folder in (own, whole))
+    assert same.read_bytes() == other.read_bytes()
+
+
+def _killed(event):
+    raise RuntimeError("killed")
+
+
+def test_the_card_and_the_page_name_the_step_of_the_weights_and_what_was_measured_first(run, tmp_path):
+    folder = tmp_path / "out"
+    flags = dict(max_steps=4, eval_every=1, validation_dataset=HARD, load_best="true")
+    state = run(**flags)
+    assert state.best_step < 4
+    assert f"| steps | 4; these weights are those of step {state.best_step} |" in (folder / "README.md").read_text()
+    assert page.evaluations(page.read_run(folder)).head[1] == "before"
+    run(**flags | dict(max_steps=6, validation_dataset=EASY), resume="auto")
+    assert page.evaluations(page.read_run(folder)).head[1] == "first (step 4)"
+
+
+def test_a_signal_between_a_save_and_the_next_step_is_saved_too(run, tmp_path, monkeypatch):
+    looked = RunPlan.save_due
+
+    def save_due(plan, state, stopping):
+        due = looked(plan, state, stopping)
+        if state.step == 2 and state.loss is not None:  # not a look at the steps ahead
+            os.kill(os.getpid(), signal.SIGTERM)
+        return due
+
+    monkeypatch.setattr(RunPlan, "save_due", save_due)
+    assert run(max_steps=4, save_every=0).status == "stopped"
+    assert (tmp_path / "out" / "checkpoints" / "step-2" / "manifest.json").is_file()
+
+
+def test_another_base_is_measured_without_being_compared(run, tmp_path):
+    """The same evaluation twice is not a worse one, which would end the run."""
+    flags = dict(train_type="qlora", quantization_backend="nf4", group_size=32, validation_dataset=EASY, max_steps=4)
+    flags |= dict(eval_every=1, early_stopping=1, load_best="false", lr=1e-2)
+    stopped = run(**flags, on_eval=stop_at(1))
+    assert stopped.status == "stopped" and stopped.best_step == 1
+    run(**flags | dict(quantization_backend="hqq"), resume="auto")
+    assert [event["step"] for event in read_events(tmp_path / "out", "eval")][-1] > 1
