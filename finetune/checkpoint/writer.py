@@ -82,9 +82,11 @@ class CheckpointWriter:
     `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that
     others can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own
     files; set by check_shared_filesystem. `recipe`: the settings of pretrain.py, set before restore_or_begin.
-    `saving`: the step of a save that has begun, and the end of this rank's part in it.
+    `saving`: the step of a save that has begun, and the end of this rank's part in it. `other_rows`: since the resumed
+    checkpoint, others are evaluated.
     """
 
+    other_rows = False
     in_parts = False
     recipe: str | None = None
     saving: tuple[int, Future] | None = None
@@ -174,7 +176,8 @@ class CheckpointWriter:
             folder = saved.folder
             say(f"resumed from {folder} at step {state.step} of {total_steps}")
             changed = self._say_of_changes(saved, say)
-            if changed & {*EVALUATED}:
+            self.other_rows = bool(changed & {*EVALUATED})
+            if self.other_rows:
                 state.before = None
             if "validation_dataset" in changed or not self._has_its_best(engine, state, say):
                 state.forget_best()

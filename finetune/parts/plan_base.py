@@ -206,7 +206,7 @@ class PlanBase:
 
 
 def began_from(saved: SavedRun | None) -> dict:
-    """The checkpoint of another folder that a run begins from, as run_plan.json names it until there is one of its own."""
+    """The checkpoint of another folder that a run begins from, as run_plan.json names it."""
     if saved is None or saved.step_folder is None or not saved.is_outside:
         return {}
     return {"began_from": str(saved.step_folder.resolve())}

@@ -40,7 +40,7 @@ class TrainState:
         return Cursor(self.epoch, self.index)
 
     def forget_best(self) -> None:
-        """Forgets the best evaluation: those that follow are of other rows or weights, and compared with none before."""
+        """Forgets the best evaluation: those that follow are of other rows, or on another base."""
         self.best_loss = None
         self.best_step = None
         self.worse_evals = 0

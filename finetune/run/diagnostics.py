@@ -123,21 +123,27 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     return [finding for finding in found if finding]
 
 
-def of_present_rows(events: list[dict], names: tuple[str, ...] = ("held_out_sha256",)) -> list[dict]:
-    """The eval events of the rows that the last start event holds out: a resumed run may have others than before.
-    `names`: of the facts that tell them.
-    """
-    found: list[dict] = []
+def of_present_rows(events: list[dict]) -> list[dict]:
+    """The eval events of the rows that the last start event holds out: a resumed run may have others than before."""
+    return by_rows(events, HELD_OUT)[-1]
+
+
+HELD_OUT, SCORED = ("held_out_sha256",), ("held_out_sha256", "scored_sha256")  # facts of a start event
+
+
+def by_rows(events: list[dict], names: tuple[str, ...]) -> list[list[dict]]:
+    """The eval events, apart for each set of rows: `names` are the facts of a start event that tell it."""
+    found: list[list[dict]] = [[]]
     rows: dict[str, str] = {}
     for event in events:
         if event["event"] == "start":
             facts = event.get("facts") or {}
             now = {name: facts[name] for name in names if facts.get(name)}
-            if any(rows.get(name, digest) != digest for name, digest in now.items()):
-                found = []
+            if found[-1] and any(rows.get(name, digest) != digest for name, digest in now.items()):
+                found.append([])
             rows |= now
         elif event["event"] == "eval":
-            found.append(event)
+            found[-1].append(event)
     return found
 
 

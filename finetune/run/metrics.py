@@ -221,20 +221,24 @@ class Metrics:
             return OutOfMemoryError.exit_code
         return 1
 
-    def open(self, output_dir: Path, state: TrainState, offset: int | None = None, run_id: str = "") -> None:
-        """Opens metrics.jsonl. `offset`: the byte at which a resumed run continues; what follows it is dropped."""
+    def open(
+        self, output_dir: Path, state: TrainState, offset: int | None = None, run_id: str = "", other_rows: bool = False
+    ) -> None:
+        """Opens metrics.jsonl. `offset`: the byte at which a resumed run continues; what follows it is dropped, but for
+        an evaluation of the present step on `other_rows`.
+        """
         self.file = output_dir / "metrics.jsonl"
         if not self.quiet:
-            self._open_file(state, offset, run_id)
+            self._open_file(state, offset, run_id, other_rows)
         self.state = state
         self.left.begin(state)
         if self.watchdog:
             self.watchdog.on_exit = lambda code: self._end("failed", code)
 
-    def _open_file(self, state: TrainState, offset: int | None, run_id: str) -> None:
+    def _open_file(self, state: TrainState, offset: int | None, run_id: str, other_rows: bool) -> None:
         with storage(self.file):
             if offset is not None:
-                self._repair(state, offset, run_id)
+                self._repair(state, offset, run_id, other_rows)
             else:
                 samples.keep_evaluated(self.file.parent, set(), run_id)
             mode = "w+" if offset is None else "a+"
@@ -245,7 +249,7 @@ class Metrics:
             past = events_in(self.file.parent)
         self.trackers = Trackers(self.plan, self.file.parent, state.step, run_id, past, self.say)
 
-    def _repair(self, state: TrainState, offset: int, run_id: str) -> None:
+    def _repair(self, state: TrainState, offset: int, run_id: str, other_rows: bool) -> None:
         """Cuts the file to its first `offset` bytes and to complete lines, and says which steps it has lost, and if the
         run before said no end.
         """
@@ -257,7 +261,10 @@ class Metrics:
             self.say(
                 "  note: the log of the resumed run has no end: it was killed, or code that it called ended its process"
             )
+        after = data[offset:].splitlines(keepends=True)
         data = data[:offset]
+        if other_rows:  # the rows of now are evaluated anew, and these are not again
+            data += b"".join(line for line in after if _is_evaluation(_event_of(line), state.step))
         lines = []
         steps = set()
         evaluated: set[tuple[int, int | None]] = set()
@@ -579,6 +586,11 @@ EVENT_SCHEMAS: dict = {
 def _is_after(event: dict, step: int) -> bool:
     """True for what is of a later step: a checkpoint's number of bytes may be of a log that was removed since."""
     return isinstance(event.get("step"), int) and event["step"] > step
+
+
+def _is_evaluation(event: dict | None, step: int) -> bool:
+    """True for an evaluation of a step's own weights."""
+    return event is not None and event["event"] == "eval" and event["step"] == step and "of_step" not in event
 
 
 def _event_of(line: bytes) -> dict | None:

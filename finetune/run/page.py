@@ -23,7 +23,7 @@ from finetune.parts.objectives import GENERATE, OBJECTIVES
 from finetune.parts.plan_base import format_value
 from finetune.run import charts, samples
 from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
-from finetune.run.diagnostics import Finding, findings, of_new_answers, of_present_rows
+from finetune.run.diagnostics import HELD_OUT, SCORED, Finding, by_rows, findings, of_new_answers
 from finetune.run.intervals import number_behind, with_interval
 from finetune.run.metrics import events_in, memory_rows
 from finetune.run.outcome import Outcome, best_title, outcome, with_loss
@@ -57,14 +57,11 @@ MOST_WRONG = 64
 MOST_TEXT = 700
 
 
-ROWS_OF_LOG = ("held_out_sha256", "scored_sha256")  # facts of a start event
-
-
 @dataclass
 class Run:
     """A run as the files of its folder say it. `by_kind`: its events; `last`: the last start or end in the log's order,
-    as a clock may be set back between a start and a resume; `measured`: its evaluations of the rows held out last;
-    `comparable`: those whose scored rows are the last ones too.
+    as a clock may be set back between a start and a resume; `losses`: its evaluations, apart by the rows held out;
+    `scores`: also by the rows scored.
     """
 
     folder: Path
@@ -73,9 +70,14 @@ class Run:
     plan: dict
     samples: list[dict]
     last: dict
-    measured: list[dict] = field(default_factory=list)
-    comparable: list[dict] = field(default_factory=list)
+    losses: list[list[dict]] = field(default_factory=lambda: [[]])
+    scores: list[list[dict]] = field(default_factory=lambda: [[]])
     findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def measured(self) -> list[dict]:
+        """The evaluations of the rows held out last."""
+        return self.losses[-1]
 
     @property
     def settled(self) -> dict:
@@ -102,10 +104,22 @@ class Run:
         return self.by_kind.get(kind, [])
 
     def points(self, kind: str, value: str | Callable[[dict], float | None]) -> list[tuple[float, float]]:
-        """(step, value) of the events of a kind that have it, and are of this step's weights."""
-        read = value if callable(value) else lambda event: event.get(value)
-        found = ((event.get("step"), read(event)) for event in self.of(kind) if "of_step" not in event)
-        return [(s, v) for s, v in found if isinstance(s, int) and isinstance(v, int | float) and v == v]
+        """(step, value) of the events of a kind that have it, and are of this step's weights; of evaluations, those on
+        the rows of the last.
+        """
+        if kind != "eval" or not isinstance(value, str):
+            return points_in(self.of(kind), value)
+        return points_in((self.losses if is_loss(value) else self.scores)[-1], value)
+
+    def evaluated_lines(self, label: str, name: str) -> list[Line]:
+        """A line of dots of an evaluated value for each set of rows that it was measured on."""
+        *others, last = self.losses if is_loss(name) else self.scores
+        lines = [
+            Line(f"{counted(label, name, events)}, other rows before", points_in(events, name), dots=True)
+            for events in others
+        ]
+        lines.append(Line(counted(label, name, last), points_in(last, name), dots=True))
+        return [line for line in lines if line.points]
 
     def evaluated(self) -> list[dict]:
         """The eval events, but for that of weights of an earlier step, which were put back."""
@@ -154,8 +168,11 @@ def read_run(folder: Path) -> Run:
     for event in events:
         by_kind.setdefault(str(event["event"]), []).append(event)
     last: dict = next((event for event in reversed(events) if event["event"] in ("start", "end")), {})
-    measured, comparable = (of_present_rows(events, ROWS_OF_LOG[:count]) for count in (1, 2))
-    run = Run(folder, folder.resolve().name, by_kind, plan, samples.read(folder), last, measured, comparable)
+    losses, scores = by_rows(events, HELD_OUT), by_rows(events, SCORED)
+    answered = samples.read(folder)
+    if len(scores) > 1 and scores[-1]:  # of the rows before, samples.jsonl has the answers
+        answered = [sample for sample in answered if sample["step"] >= scores[-1][0]["step"]]
+    run = Run(folder, folder.resolve().name, by_kind, plan, answered, last, losses, scores)
     best = folder / "best"
     run.findings = findings(events, run.samples, run.settled, str(best) if best.is_dir() else None)
     return run
@@ -269,7 +286,7 @@ def evaluations(run: Run) -> Table:
     that of these weights.
     """
     found = run.of("eval")
-    own = [event for event in run.comparable if "of_step" not in event] or run.evaluated() or found
+    own = [event for event in run.scores[-1] if "of_step" not in event] or run.evaluated() or found
     best = run.best()
     published = run.published()
     first = "before"
@@ -366,6 +383,18 @@ def shown(name: str, event: dict, others: list[dict]) -> str:
     return number(value)
 
 
+def is_loss(name: str) -> bool:
+    """True for what is measured on the held-out rows whether any are scored or not."""
+    return name == "loss" or name.startswith("loss/")
+
+
+def points_in(events: list[dict], value: str | Callable[[dict], float | None]) -> list[tuple[float, float]]:
+    """(step, value) of the events that have it, and are of this step's weights."""
+    read = value if callable(value) else lambda event: event.get(value)
+    found = ((event.get("step"), read(event)) for event in events if "of_step" not in event)
+    return [(s, v) for s, v in found if isinstance(s, int) and isinstance(v, int | float) and v == v]
+
+
 def counted(label: str, name: str, events: list[dict]) -> str:
     """The label of a fraction's line, with the number of rows that it is of."""
     many = number_behind(name, events)
@@ -382,7 +411,7 @@ def charts_of(run: Run) -> list[Chart]:
     """Every curve of a run, in the order in which one asks for them."""
     predicted = (run.start.get("predicted_memory_bytes") or {}).get("total")
     memory = run.points("step", memory_total)
-    lines = [Line("training", run.points("step", "loss")), Line("held-out rows", run.points("eval", "loss"), dots=True)]
+    lines = [Line("training", run.points("step", "loss")), *run.evaluated_lines("held-out rows", "loss")]
     expected = []
     if predicted:
         expected = [(s, predicted / GIB) for s, _ in (memory[:1] + memory[-1:])]
@@ -391,17 +420,9 @@ def charts_of(run: Run) -> list[Chart]:
         unit = "near 0 by its definition: only its gradient counts"
     found = [*reward_charts(run), Chart("Loss", [line for line in lines if line.points], unit, can_be_logarithmic=True)]
     scores = [n for n in numbers_in(run.of("eval")) if n != "loss" and "/" not in n]
-    fractions = [
-        Line(counted(said_name(n), n, run.of("eval")), run.points("eval", n), dots=True)
-        for n in scores
-        if is_fraction(n)
-    ]
+    fractions = [line for n in scores if is_fraction(n) for line in run.evaluated_lines(said_name(n), n)]
     found.append(Chart("Scores", fractions, "fraction right"))
-    found += [
-        Chart(said_name(n).capitalize(), [Line(n, run.points("eval", n), dots=True)])
-        for n in scores
-        if not is_fraction(n)
-    ]
+    found += [Chart(said_name(n).capitalize(), run.evaluated_lines(n, n)) for n in scores if not is_fraction(n)]
     found += grouped(run)
     found += [
         Chart("Learning rate", [Line("learning rate", run.points("step", "lr"))]),
@@ -458,9 +479,8 @@ def grouped(run: Run) -> list[Chart]:
         lines = []
         for name in names:
             label = name.partition("/")[2]
-            held_out = counted(f"{label}, held-out", name, run.of("eval"))
             lines.append(Line(f"{label}, training", run.points("step", name)))
-            lines.append(Line(held_out, run.points("eval", name), dots=True))
+            lines += run.evaluated_lines(f"{label}, held-out", name)
         title = "Parts of the loss" if key == "loss" else key.capitalize()
         found.append(Chart(title, [line for line in lines if line.points]))
     found.sort(key=lambda chart: ":" not in chart.title)

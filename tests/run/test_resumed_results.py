@@ -115,7 +115,11 @@ def test_the_card_and_the_page_name_the_step_of_the_weights_and_what_was_measure
     assert f"| steps | 4; these weights are those of step {state.best_step} |" in (folder / "README.md").read_text()
     assert page.evaluations(page.read_run(folder)).head[1] == "before"
     run(**flags | dict(max_steps=6, validation_dataset=EASY), resume="auto")
-    assert page.evaluations(page.read_run(folder)).head[1] == "first (step 4)"
+    found = page.read_run(folder)
+    assert page.evaluations(found).head[1] == "first (step 4)"
+    (losses,) = [chart for chart in page.charts_of(found) if chart.title == "Loss"]
+    drawn = {line.name: [step for step, _ in line.points] for line in losses.lines}
+    assert drawn["held-out rows, other rows before"] == [0, 1, 2, 3, 4] and drawn["held-out rows"] == [4, 5, 6]
 
 
 def test_a_signal_between_a_save_and_the_next_step_is_saved_too(run, tmp_path, monkeypatch):
