@@ -434,6 +434,8 @@ def inherited(saved: SavedRun, overrides: dict, backend: str) -> dict:
     before = known | {"cpu_matmul": "blas"} | before
     if saved.saved_plan["settled"].get("backend") != backend:
         before["cpu_matmul"] = "auto"
+    of_length = [entry for entry in saved.saved_plan.get("adjustments", ()) if entry["setting"] == "lr_warmup_steps"]
+    before |= {entry["setting"]: entry["requested"] for entry in of_length}  # this run's length may be another
     asked = saved.saved_plan["requested"]
     for key, value in overrides.items():
         if isinstance(value, tuple):

@@ -112,6 +112,10 @@ def test_fewer_rows_than_a_batch_train_and_a_long_warm_up_is_shortened_with_a_re
     assert "lr_warmup_steps: 1000 -> 0 (the run has 3 steps in all)" in done.stdout
     steps = read_events(out, "step")
     assert len(steps) == 3 and steps[0]["loss"] > steps[-1]["loss"]
+    done = train(here, *argv, "global_batch_size=8", "lr_warmup_steps=2", "overwrite=true")
+    argv[argv.index("epochs=3")] = "epochs=4"
+    train(here, *argv, "global_batch_size=8", "lr_warmup_steps=2", "resume=auto")  # of 4 steps, 2 are not too many
+    assert json.loads((out / "run_plan.json").read_text())["settled"]["lr_warmup_steps"] == 2
 
 
 def test_a_puzzle_run_halts_carries_and_resumes_bitwise(here, tmp_path):

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar, get_args, get_type_hints
 
@@ -225,7 +225,9 @@ def finished_run(plan: RunPlan) -> TrainState | None:
     complete = complete and not set(OF_RESULT) & changed_settings(plan, last).keys()
     if done and complete and 0 < (last["settled"].get("early_stopping") or 0) <= done.worse_evals:
         complete = plan.ends_early(done)  # with another --early_stopping it goes on
-    return done if complete and is_as_published(saved.output_dir) else None
+    if done and complete and is_as_published(saved.output_dir):
+        return replace(done, output_dir=str(saved.output_dir))  # which may have been moved
+    return None
 
 
 def _plan_in(run: SavedRun) -> dict:

@@ -227,6 +227,14 @@ def saves_ended(engine: Engine, log: Metrics, writer: CheckpointWriter):
         end_save(engine, log, writer, wait=True)
 
 
+def is_counted(plan: PlanBase, state: TrainState) -> bool:
+    """True for an evaluation that --eval_every asks for, which early stopping counts: not one at the end of a run that
+    may go on, nor that which ended the run, taken again.
+    """
+    every = plan.output.eval_every
+    return bool(every) and state.step % every == 0 and not plan.ends_early(state)
+
+
 def load_best(engine: Engine, plan: PlanBase, state: TrainState, log: Metrics, writer: CheckpointWriter) -> bool:
     """Loads the weights with the least validation loss, if asked for and not already the last; True if it did."""
     if not plan.load_best or state.best_step in (None, state.step):
@@ -290,7 +298,7 @@ def evaluate(
         if not state.step or data.validation is None or of_step is not None:
             pass
         elif state.best_loss is not None and not found.loss < state.best_loss:
-            if not plan.ends_early(state):  # the evaluation that ended the run may be taken again at its end
+            if is_counted(plan, state):
                 state.worse_evals += 1
         else:
             state.best_loss = found.loss

@@ -216,8 +216,7 @@ def check_context(found: Found, plan: RunPlan) -> None:
 
 
 def _head_rows(found: Found, plan: RunPlan) -> set[int]:
-    shapes = (planned_shape(found.files, None), plan.shape)
-    return {(shape and shape.vocab_size) or 0 for shape in shapes}
+    return {planned_shape(files, None).vocab_size or 0 for files in (found.files, plan.model)}
 
 
 def mapped_tokens(found: Found, plan: RunPlan, student: FullTokenizer) -> np.ndarray | None:

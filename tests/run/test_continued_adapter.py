@@ -307,6 +307,13 @@ def test_a_merged_base_is_made_once_and_another_adapter_s_is_refused(first, tmp_
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     fine_tune(**flags, overwrite=True)
     assert f"merged base: {tmp_path / 'second' / 'merged_base'}, from before" in capsys.readouterr().out
+    config = tmp_path / "first" / "adapter_config.json"
+    written = config.read_text()
+    config.write_text(json.dumps(json.loads(written) | {"lora_alpha": 64}))
+    (tmp_path / "first" / "manifest.json").unlink()
+    with pytest.raises(PlanError, match="merged_base holds something else"):
+        fine_tune(**flags, overwrite=True)
+    config.write_text(written)
     shutil.copytree(tmp_path / "second", tmp_path / "other")
     with pytest.raises(PlanError, match="merged_base holds something else than this adapter, merged. Remove it"):
         fine_tune(**flags | {"adapter": str(tmp_path / "other"), "model_name": None}, overwrite=True)

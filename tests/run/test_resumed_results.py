@@ -144,3 +144,16 @@ def test_another_base_is_measured_without_being_compared(run, tmp_path):
     assert stopped.status == "stopped" and stopped.best_step == 1
     run(**flags | dict(quantization_backend="hqq"), resume="auto")
     assert [event["step"] for event in read_events(tmp_path / "out", "eval")][-1] > 1
+
+
+def test_the_evaluation_at_the_end_of_a_run_that_goes_on_is_not_counted(run, tmp_path):
+    ended = run(validation_dataset=HARD, eval_every=2, early_stopping=2, load_best="false", max_steps=3)
+    assert ended.best_step == 2 and ended.worse_evals == 0
+
+
+def test_the_result_of_a_finished_run_that_was_moved_is_that_of_its_new_place(run, tmp_path):
+    first = run(max_steps=2)
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    run(max_steps=1)
+    again = run(max_steps=2, resume=str(moved), output_dir=None)
+    assert again.output_dir == str(moved) != first.output_dir

@@ -192,6 +192,9 @@ def test_two_ranks_are_one_and_share_the_reading(flags, tmp_path, changes):
         done = finish(command(flags | some))
         assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
+    more = {"max_steps": 9, "resume": "auto"}
+    done = finish(command(flags | two | more | {"output_dir": str(tmp_path / "one")}))
+    assert done.returncode == 0 and len(losses(tmp_path / "one")) == 9, done.stderr
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.adapters.continued import read_saved
-from finetune.adapters.saved import PEFT_FILE
+from finetune.adapters.saved import adapter_digest
 from finetune.checkpoint.own_base import on_own_base
 from finetune.checkpoint.store import storage
 from finetune.errors import PlanError
@@ -23,6 +23,7 @@ from finetune.torch_engine.weights.stream import config_dtype
 
 FOLDER = "merged_base"
 SOURCE = "merged_from.json"
+OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def with_merged_base(plan: RunPlan, say: Callable[[str], None]) -> RunPlan:
@@ -38,7 +39,9 @@ def merged_base(adapter: Path, base: ModelFiles | None, folder: Path, say: Calla
     """Writes base and adapter merged into `folder`, unless they are there. Raises PlanError."""
     assert base is not None, "make_plan found the base"
     dtype = config_dtype(base.config)
-    source = {"adapter": file_digest(adapter / PEFT_FILE), "base": base.digest, "dtype": str(dtype)}
+    source = {"adapter": adapter_digest(adapter), "base": base.digest, "dtype": str(dtype)}
+    own = tokenizer_folder(adapter, base)
+    source |= {name: file_digest(own / name) for name in OF_TOKENIZERS if (own / name).is_file()}
     if folder.exists():
         if _source_in(folder) != source:
             raise PlanError(
@@ -50,7 +53,7 @@ def merged_base(adapter: Path, base: ModelFiles | None, folder: Path, say: Calla
     with storage(folder), new_folder(folder) as made:
         merge.Merge.of(adapter, base.folder).write(made, dtype)
         checked = merge.check_written(adapter, base.folder, made, dtype)
-        tokenizer = load_tokenizer(tokenizer_folder(adapter, base))
+        tokenizer = load_tokenizer(own)
         save_tokenizer(tokenizer, made, base.tokenizer_folder)
         (made / SOURCE).write_text(json.dumps(source, indent=1) + "\n")
         (made / MANIFEST).write_text(manifest_of(made, 0, ""))
