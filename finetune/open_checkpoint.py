@@ -28,7 +28,7 @@ from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of, tokenizer_folder
 from finetune.model_files.processor import sees_images
-from finetune.model_files.published import verify_texts
+from finetune.model_files.published import check_is_latest, verify_texts
 from finetune.model_files.tokenizer import FullTokenizer, generation_ends, load_tokenizer, pad_id
 from finetune.parts.memory import OFFLOADS
 from finetune.parts.parts import Parts
@@ -94,6 +94,8 @@ def base_of(checkpoint: str) -> ModelFiles:
     folder = Path(checkpoint)
     if folder.is_dir():
         verify_texts(folder)
+    if (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
+        check_is_latest(folder, f"--checkpoint {checkpoint}")
     config = folder / "adapter_config.json"
     weights = "adapter_model.safetensors"
     if (folder / "trained_blocks.json").is_file():

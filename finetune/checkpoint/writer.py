@@ -184,7 +184,8 @@ class CheckpointWriter:
             if engine.reseeded:
                 say("  saved by another engine, world size or degrees: dropout RNG re-seeded per rank")
             if plan.ends_early(state) and same_length(plan, plan.resume_from.saved_plan):
-                total_steps = state.step  # it has ended, and only its result was not written yet
+                total_steps = state.step  # it has ended, and its result was not written yet, or is asked to end here
+                say(f"  ends here: {state.worse_evals} evaluations in a row without a better validation loss")
             if state.total_steps != total_steps:
                 say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
             if state.step > total_steps:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from finetune.errors import CheckpointDamagedError
+from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.digest import file_digest
 from finetune.model_files.manifest import FORMAT_VERSION, MANIFEST, PUBLISHED, PUBLISHED_TOO, read_manifest, unreadable
 from finetune.safetensors_io import digest_of
@@ -30,6 +30,19 @@ def remove_manifest(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         (folder / MANIFEST).unlink()
         sync_folder(folder)
+
+
+def check_is_latest(folder: Path, said: str) -> None:
+    """Raises PlanError for the folder of a run that went on and did not finish: its weights are of before."""
+    if not (folder / "run_plan.json").is_file() or (folder / "train_state.json").is_file():
+        return
+    steps = [file.parent for file in folder.glob("checkpoints/step-*/manifest.json") if file.parent.name[5:].isdigit()]
+    if steps:
+        newest = max(steps, key=lambda step: int(step.name[5:]))
+        raise PlanError(
+            f"{said}: holds weights from before the run went on, which did not finish. Give {newest}, or finish the "
+            "run with --resume."
+        )
 
 
 def manifest_of(folder: Path, step: int, run_id: str) -> str:

@@ -228,8 +228,8 @@ def saves_ended(engine: Engine, log: Metrics, writer: CheckpointWriter):
 
 
 def is_counted(plan: PlanBase, state: TrainState) -> bool:
-    """True for an evaluation that --eval_every asks for, which early stopping counts: not one at the end of a run that
-    may go on, nor that which ended the run, taken again.
+    """True for an evaluation that --eval_every asks for: early stopping counts neither one at the end of a run, which
+    may go on, nor the one that ended it, taken again.
     """
     every = plan.output.eval_every
     return bool(every) and state.step % every == 0 and not plan.ends_early(state)

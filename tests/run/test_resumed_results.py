@@ -6,6 +6,8 @@ import signal
 
 import pytest
 
+import generate
+import score
 from finetune.errors import PlanError
 from finetune.plan.run_plan import RunPlan
 from finetune.run import page
@@ -157,3 +159,18 @@ def test_the_result_of_a_finished_run_that_was_moved_is_that_of_its_new_place(ru
     run(max_steps=1)
     again = run(max_steps=2, resume=str(moved), output_dir=None)
     assert again.output_dir == str(moved) != first.output_dir
+
+
+def test_weights_from_before_a_run_went_on_are_not_opened_as_its_result(run, flags, tmp_path):
+    folder = tmp_path / "out"
+    run(max_steps=2)
+    run(max_steps=6, resume="auto", on_step=stop_at(4))
+    assert (folder / "adapter_model.safetensors").is_file()  # of step 2
+    said = "weights from before the run went on, which did not finish. Give .*step-4, or finish"
+    for program, argv in ((score, ["--dataset", flags["dataset"]]), (generate, ["--prompt", "a"])):
+        with pytest.raises(PlanError, match=said):
+            program.main(["--checkpoint", str(folder), *argv])
+    with pytest.raises(PlanError, match=said):
+        run(max_steps=1, adapter=str(folder), model_name=None, lora_rank=None, output_dir=str(tmp_path / "other"))
+    run(max_steps=6, resume="auto")
+    generate.main(["--checkpoint", str(folder), "--prompt", "a", "--max_new_tokens", "2"])
