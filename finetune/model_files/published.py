@@ -34,7 +34,8 @@ def remove_manifest(folder: Path) -> None:
 
 def check_is_latest(folder: Path, said: str) -> None:
     """Raises PlanError for the folder of a run that went on and did not finish: its weights are of before."""
-    if not (folder / "run_plan.json").is_file() or (folder / "train_state.json").is_file():
+    is_of_run, *ended = ((folder / name).is_file() for name in ("run_plan.json", "train_state.json", MANIFEST))
+    if not is_of_run or any(ended):
         return
     steps = [file.parent for file in folder.glob("checkpoints/step-*/manifest.json") if file.parent.name[5:].isdigit()]
     if steps:
