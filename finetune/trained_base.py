@@ -134,7 +134,8 @@ def _place(
 
 def settings_of_run(checkpoint: Path) -> TrainConfig | None:
     """The settled settings of the run that wrote a checkpoint; None if no plan is beside it. Raises PlanError."""
-    folders = [checkpoint, *([checkpoint.resolve().parent] if checkpoint.name == "best" else [])]
+    place = checkpoint.resolve()  # a link may have any name, and "." has none
+    folders = [checkpoint, *([place.parent] if place.name == "best" else [])]
     file = next((folder / PLAN for folder in folders if (folder / PLAN).is_file()), None)
     if file is None:
         return None

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ import score
 from finetune.errors import PlanError
 from finetune.plan.run_plan import RunPlan
 from finetune.run import page
+from finetune.trained_base import settings_of_run
 from tests.run.test_best_of_continued import EASY, HARD, best_step
 from tests.support.runs import read_events
 from train import fine_tune
@@ -146,6 +148,16 @@ def test_another_base_is_measured_without_being_compared(run, tmp_path):
     assert stopped.status == "stopped" and stopped.best_step == 1
     run(**flags | dict(quantization_backend="hqq"), resume="auto")
     assert [event["step"] for event in read_events(tmp_path / "out", "eval")][-1] > 1
+
+
+def test_a_link_to_the_best_weights_leads_to_the_plan_of_their_run(run, tmp_path, monkeypatch):
+    run(train_type="qlora", quantization_backend="nf4", group_size=32, validation_dataset=HARD, max_steps=1)
+    best = tmp_path / "out" / "best"
+    link = tmp_path / "mine"
+    link.symlink_to(best)
+    monkeypatch.chdir(best)
+    for checkpoint in (best, link, Path()):
+        assert settings_of_run(checkpoint).quantization_backend == "nf4"
 
 
 def test_the_evaluation_at_the_end_of_a_run_that_goes_on_is_not_counted(run, tmp_path):
