@@ -88,8 +88,10 @@ def _named(resume: str, output_dir: str | None) -> SavedRun:
     if not root.is_dir():
         raise PlanError(f"{said}: is a file. Give an output_dir or one of its checkpoints/step-N.")
     full = root.resolve()
-    if full.parent.name == "checkpoints" and full.name.startswith("step-") and full.name[5:].isdigit():
-        root = full.parent.parent
+    of_run = full.parent.parent
+    is_copied = output_dir and Path(output_dir).resolve() != of_run and not (of_run / PLAN).is_file()
+    if full.parent.name == "checkpoints" and full.name[:5] == "step-" and full.name[5:].isdigit() and not is_copied:
+        root = of_run
         return _unless_in_use(root, lambda: _of_checkpoint(root, full))
     if is_checkpoint(root):
         if not output_dir:

@@ -19,7 +19,7 @@ from finetune.checkpoint.signed import is_as_signed, signed
 from finetune.config import DEFAULTS, FIELDS
 from finetune.errors import PlanError
 from finetune.estimate.budget import GIB
-from finetune.parts.objectives import GENERATE, OBJECTIVES
+from finetune.parts.objectives import CLASSIFY, GENERATE, OBJECTIVES
 from finetune.parts.plan_base import format_value
 from finetune.run import charts, samples
 from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
@@ -721,7 +721,7 @@ def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
             lines.append(f"Not comparable: {what} are of {len(by_digest)} different {kind}, one each for {sets}.")
         if unknown and len(by_digest) + len(unknown) > 1:
             lines.append(f"Which rows {what} are of is not in the log of {', '.join(unknown)}: compare with care.")
-    losses = {label: _preference_of(run) for label, run in named if run.of("eval")}
+    losses = {label: _loss_of(run) for label, run in named if run.of("eval")}
     if len(set(filter(None, losses.values()))) > 1:
         each = "; ".join(f"{label}: {value}" for label, value in losses.items() if value)
         lines.append(f"Not comparable: the losses of held-out rows are other functions of their answers ({each}).")
@@ -734,8 +734,12 @@ def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
     return lines
 
 
-def _preference_of(run: Run) -> str:
-    """The loss of a run from preferences, with its settings; empty for any other run."""
+def _loss_of(run: Run) -> str:
+    """The loss of a run from preferences, with its settings, or of a classifier, with its classes; empty for any other
+    run.
+    """
+    if run.settled.get("task") == CLASSIFY:
+        return f"classes {run.settled.get('class_names')}"
     facts = OBJECTIVES.get(str(run.settled.get("preference")))
     if facts is None or not (facts.pairs or facts.labels):
         return ""

@@ -252,6 +252,8 @@ def test_losses_of_other_functions_are_not_compared_in_silence(finished, tmp_pat
         ("a", dict(preference="dpo", preference_beta=0.1)),
         ("b", dict(preference="dpo", preference_beta=0.9)),
         ("c", dict(preference="none")),
+        ("d", dict(task="classify", class_names="yes,no")),
+        ("e", dict(task="classify", class_names="yes,no,maybe")),
     ):
         shutil.copytree(finished, tmp_path / name)
         with_plan(tmp_path / name, **settled)
@@ -264,7 +266,9 @@ def test_losses_of_other_functions_are_not_compared_in_silence(finished, tmp_pat
 
     (said,) = lines("abc")
     assert "(a: dpo --preference_beta 0.1; b: dpo --preference_beta 0.9)." in said
-    assert not lines("ac") and not lines("aa")
+    assert not lines("ac") and not lines("aa") and not lines("dd")
+    (said,) = lines("de")
+    assert "(d: classes yes,no; e: classes yes,no,maybe)." in said
 
 
 def test_a_run_that_failed_has_its_page_too(plain_run, tmp_path):

@@ -103,8 +103,10 @@ def test_a_run_that_began_from_another_folders_checkpoint_begins_there_again(run
     assert [event["step"] for event in read_events(own, "step")] == [3, 4, 5, 6]
     whole = tmp_path / "whole"
     run(**flags | dict(output_dir=str(whole)), resume=str(copied))
-    same, other = (folder / "adapter_model.safetensors" for folder in (own, whole))
-    assert same.read_bytes() == other.read_bytes()
+    like_a_run = shutil.copytree(copied, tmp_path / "backup" / "checkpoints" / "step-2")
+    run(**flags | dict(output_dir=str(tmp_path / "third")), resume=str(like_a_run))
+    same, *others = (tmp_path / name / "adapter_model.safetensors" for name in ("own", "whole", "third"))
+    assert all(same.read_bytes() == other.read_bytes() for other in others)
 
 
 def _killed(event):
