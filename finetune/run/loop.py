@@ -162,9 +162,12 @@ def train(
             log.step(result, lr, time.perf_counter() - began, engine.memory())
             log.summary.base_reads = engine.base_reads
             end_save(engine, log, writer, wait=False)
-            if plan.output.stop_on_divergence and engine.all_reduce_max(int(log.watch.diverged() is not None)):
+            fact = None
+            if plan.output.stop_on_divergence:  # by rank 0, which has read the losses before a resume from the log
+                fact = engine.broadcast_object(log.watch.diverged())
+            if fact:
                 abandon_save(log, writer)
-                raise DivergedError(report.diverged(log.watch.diverged(), state.step, writer.root, plan.lr_flag))
+                raise DivergedError(report.diverged(fact, state.step, writer.root, plan.lr_flag))
             if plan.eval_due(state):
                 evaluate(engine, data, plan, state, log, writer, stop)
                 end_early(plan, state, log, stop)

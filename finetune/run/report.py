@@ -95,7 +95,7 @@ def not_finite(error: BaseException, step: int, sources: list[str], root: Path, 
     return f"step {step}: {error}; rows {shown}; {kept}. Lower {lr_flag}, or look at these rows."
 
 
-def diverged(fact: str | None, step: int, root: Path, lr_flag: str) -> str:
+def diverged(fact: str, step: int, root: Path, lr_flag: str) -> str:
     """The error line of --stop_on_divergence."""
     good, _ = newest_checkpoint(root)
     best = root / "best"
@@ -103,7 +103,7 @@ def diverged(fact: str | None, step: int, root: Path, lr_flag: str) -> str:
     if good:
         kept = f"last checkpoint: {good.folder}"
     kept += f"; lowest validation loss: {best}" if best.is_dir() else ""
-    return f"step {step}: the run diverged: {fact or 'as another rank found'}; {kept}. Lower {lr_flag}."
+    return f"step {step}: the run diverged: {fact}; {kept}. Lower {lr_flag}."
 
 
 def ended_early(state: TrainState) -> str:

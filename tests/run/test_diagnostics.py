@@ -115,6 +115,21 @@ def test_stop_on_divergence_ends_with_66_and_a_resumed_run_remembers_its_start(p
         plain_run(max_steps=40, lr=1.0, stop_on_divergence=True, save_every=4, **FULL, resume="auto")
 
 
+@pytest.mark.slow
+def test_ranks_of_a_resumed_run_have_rank_0s_start(plain_run, tmp_path):
+    """Rank 1 took the first losses after the resume for the start's, beside which a hard row is a divergence."""
+    rng = random.Random(5)
+    hard = ["".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(30)) for _ in range(7)]
+    rows = [{"prompt": "Say: ", "completion": "yes yes yes yes"}] * 60
+    rows += [{"prompt": f"H{number}: ", "completion": text} for number, text in enumerate(hard)]
+    rng.shuffle(rows)
+    flags = FULL | dict(dataset=rows, lr=3e-3, lr_scheduler="constant", warmup_steps=0, batch_size=1, world_size=2)
+    flags |= dict(save_every=20, stop_on_divergence=True)
+    plain_run(**flags, max_steps=20)
+    plain_run(**flags, max_steps=60, resume="auto")
+    assert [event["step"] for event in read_events(tmp_path / "out", "step")] == list(range(1, 61))
+
+
 # ---- rules
 
 
