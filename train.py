@@ -70,7 +70,7 @@ from finetune.run.evaluation import check_scored
 from finetune.run.loop import begin, run_steps, start_from
 from finetune.run.lr_search import with_searched_rate
 from finetune.run.metrics import Metrics
-from finetune.run.reference_log_probs import with_reference
+from finetune.run.reference_log_probs import check_reference, with_reference
 from finetune.run.reward_models import bytes_of_models, open_reward_models
 from finetune.run.teacher import Judging, Teaching, bytes_of_teacher, check_teacher
 from finetune.system.terminal import is_terminal, say
@@ -188,6 +188,7 @@ def run(
         log.summary.predicted_step = predicted_time(plan, shape, data, engine, env.local_size, os.environ)
         log.summary.predicted_for = partial(predicted_time, plan, shape, data, engine, env.local_size, os.environ)
         predicted = predicted_for_batch(plan, shape, data, engine, rank.loads_own_shards)
+        check_reference(engine, data, plan, writer.root)
         state = begin(engine, data, plan, log, writer, predicted, lambda: start_from(engine, plan, log.say))
         data = with_reference(engine, data, plan, writer.root, writer.run_id, log.say, stop, state.step)
         run_steps(engine, data, plan, state, log, writer, stop)

@@ -33,7 +33,7 @@ WHOLE_NUMBER = re.compile(r"-?\d+\.0")
 # How tables write a value that is not there, or a formula that failed.
 MISSING = (
     *("nan", "none", "null", "<na>", "#n/a", "#ref!", "#value!", "#div/0!", "#name?", "#null!", "#num!"),
-    *("n/a", "nat", "nil", "undefined", "(null)", "(none)", "(blank)", "(empty)", "\\n", "todo", "tbd"),
+    *("<noinput>", "n/a", "nat", "nil", "undefined", "(null)", "(none)", "(blank)", "(empty)", "\\n", "todo", "tbd"),
 )
 
 
@@ -170,6 +170,8 @@ def question_and_answer(row: Row) -> tuple[str, str, str]:
     context = ""
     if extra:
         context = _context(row, extra)
+    if context.strip().lower() in MISSING:
+        row.note(f"field {row.columns[extra]!r} is {context.strip()!r}, which is asked: is it a missing value?")
     if row.get("choices"):
         choices = choices_of(row)
         listed = "\n".join(f"{letter}. {text}" for letter, text in choices.items())

@@ -135,8 +135,8 @@ def text_columns(columns: Sequence[str], rows: Sequence[dict]) -> dict[str, floa
 
 
 def is_content(name: str) -> bool:
-    """False for a name or path of a column about its row, such as an id, a date or a role."""
-    return not ABOUT_ROWS.search(_last(name))
+    """False for a name or path of a column about its row, such as an id, a date, a role or a finishReason."""
+    return not ABOUT_ROWS.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", _last(name)))
 
 
 def _leaves(value: object, path: str = "", depth: int = 0):

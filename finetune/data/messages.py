@@ -6,6 +6,7 @@ reasoning, and per-turn weights. What a tokenizer's template does not render is 
 
 import hashlib
 import itertools
+import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
             f"{where}.train_detail' says which parts of a turn are learned, and a turn is learned as a whole or not. "
             "Add --ignore_columns train_detail, or write the parts as turns with train."
         )
-    learned = _is_learned(message, where, ROLES[role.lower()])
+    learned = _is_learned(message, where, ROLES[role.lower()], row)
     calls = message.pop("tool_calls", None) or []
     if not isinstance(calls, list):
         raise PlanError(f"{where}.tool_calls' is {type(calls).__name__}, must be a list of calls.")
@@ -247,17 +248,20 @@ def are_parts(text: str) -> bool:
     )
 
 
-def _is_learned(message: dict, where: str, role: str) -> bool:
+def _is_learned(message: dict, where: str, role: str, row: Row) -> bool:
     """Takes what says so off the message, see LEARNED. Raises PlanError for what is neither 0 nor 1."""
     learned = True
-    for name in LEARNED:
-        value = message.pop(name, 1)
+    for name in [name for name in LEARNED if name in message]:
+        value = message.pop(name)
         if value not in (0, 1):  # True and False are
             raise PlanError(f"{where}.{name}' is {value!r}, must be 0 or 1: a turn is learned or not. Change it.")
-        if name != "weight" and value is True and role != "assistant":
+        if name != "weight" and value and role != "assistant":
             raise PlanError(
-                f"{where}.{name}' is true on a turn of {role}: only the assistant's are learned. Remove it."
+                f"{where}.{name}' is {json.dumps(value)} on a turn of {role}: only the assistant's are learned. Remove "
+                "it."
             )
+        if value and role != "assistant":
+            row.note(f"weight of a turn of {role} is not read: only the assistant's are learned")
         learned = learned and bool(value)
     return learned
 

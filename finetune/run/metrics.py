@@ -276,6 +276,7 @@ class Metrics:
                 evaluated |= {(event["step"], event.get("of_step"))} if event["event"] == "eval" else set()
                 if event["event"] == "step" and isinstance(event.get("loss"), float):
                     self.watch.add(event["loss"])
+                    self.reward_watch.line(event)
         replace_bytes(self.file, b"".join(lines), run_id)
         samples.keep_evaluated(self.file.parent, evaluated, run_id)
         lost = [step for step in range(1, state.step + 1) if step not in steps]

@@ -14,7 +14,7 @@ import numpy as np
 from finetune.adapters.continued import read_saved
 from finetune.adapters.saved import adapter_digest
 from finetune.arrays import Named, Per
-from finetune.checkpoint.store import replace_text, storage
+from finetune.checkpoint.store import replace_text, steps_of, storage
 from finetune.data.collate import microbatches
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import TokenizedDataset
@@ -34,6 +34,30 @@ SAY_EVERY_S = 10.0
 DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
 
 
+def check_reference(engine: FineTuningEngine, data: Data, plan: RunPlan, root: Path) -> None:
+    """Raises PlanError for a run that goes on and whose reference, an adapter that has trained since, is lost; before
+    anything is written. Collective.
+    """
+    if not plan.objective.precomputes_reference or not plan.objective.reference_is_adapter or plan.resume_from is None:
+        return
+
+    def fault() -> str | None:
+        assert plan.resume_from is not None, "looked at above"
+        goes_on = plan.resume_from.step_folder or steps_of(root)
+        datasets = _datasets(data)
+        if not goes_on or _read(root, _key(plan, datasets), datasets, None) is not None:
+            return None
+        if _is_whole(root):
+            return "is of other rows or settings. Give the --dataset and --validation_dataset of then"
+        return "is missing or damaged. Restore it"
+
+    found = engine.broadcast_object(fault() if engine.rank == 0 else None)
+    if found:
+        raise PlanError(
+            f"--resume: {root / FILE} {found}, or start again: the reference, --adapter, has trained since."
+        )
+
+
 def with_reference(
     engine: FineTuningEngine,
     data: Data,
@@ -47,17 +71,12 @@ def with_reference(
     """The data with each document's log-probability under the reference, if the plan computes them once. Collective."""
     if not plan.objective.facts.needs_reference or not plan.objective.precomputes_reference:
         return data
-    datasets = {"train": data.train} | ({"validation": data.validation} if data.validation else {})
+    datasets = _datasets(data)
     key = _key(plan, datasets)
     adapter = None
     if engine.rank == 0 and plan.objective.reference_is_adapter and not step:  # a resumed run does not read it again
         adapter = adapter_digest(read_saved(str(plan.settings.adapter)).folder)
     found = engine.broadcast_object(_read(root, key, datasets, adapter) if engine.rank == 0 else None)
-    if found is None and step and plan.objective.reference_is_adapter:
-        raise PlanError(
-            f"--resume: {root / FILE} is missing or damaged, and the reference, --adapter, has been trained further. "
-            "Restore it, or start again."
-        )
     if found is None:
         number = sum(len(dataset) for dataset in datasets.values())
         say(f"computing what the model before training gives {number:,} answers")
@@ -75,6 +94,19 @@ def with_reference(
         array = Named(np.array(values, np.float64), Per.DOCUMENT, is_data=False)
         known[use] = replace(datasets[use], arrays={**datasets[use].arrays, "reference": array})
     return replace(data, train=known["train"], validation=known.get("validation"))
+
+
+def _datasets(data: Data) -> dict[str, TokenizedDataset]:
+    return {"train": data.train} | ({"validation": data.validation} if data.validation else {})
+
+
+def _is_whole(root: Path) -> bool:
+    """True for a file as it was written, of whatever rows."""
+    try:
+        content = read_json(root / FILE, SCHEMA)
+    except (FileNotFoundError, JsonFileError):
+        return False
+    return content["sha256"] == _digest(content["log_probs"])
 
 
 def _computed(

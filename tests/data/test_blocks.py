@@ -153,6 +153,11 @@ def test_results_of_tools_stay_where_they_are_among_the_blocks():
     assert found["rating"] == 1
 
 
+def test_a_weight_of_another_turn_than_the_assistants_is_a_line():
+    _, noted = read_messages({"role": "user", "content": "Hi", "weight": 1})
+    assert noted == {"weight of a turn of user is not read: only the assistant's are learned": 1}
+
+
 def test_texts_of_a_list_are_joined_with_a_line():
     found, noted = read_messages({"role": "user", "content": ["One.", "Two."]})
     assert found[0]["content"] == "One.Two."

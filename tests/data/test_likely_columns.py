@@ -168,3 +168,10 @@ def test_of_opposed_answers_the_pair_is_suggested(better, worse):
     row = {"prompt": "How tall?", worse: "No idea at all.", better: "It is 40 cm."}
     said = no_format("a", tuple(row), RowOptions(), [row])
     assert f"Use --preference dpo --columns chosen={better},rejected={worse},prompt=prompt." in said
+
+
+def test_why_an_answer_ended_is_no_answer():
+    said = {"content": {"role": "model", "parts": [{"text": "Hello"}]}, "finishReason": "MAX_TOKENS"}
+    row = {"request": {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}, "response": {"candidates": [said]}}
+    pair = likely_pair(list(row), [row])
+    assert pair == ("request.contents.0.parts.0.text", "response.candidates.0.content.parts.0.text")

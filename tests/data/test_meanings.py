@@ -107,6 +107,7 @@ def test_a_system_prompt_and_a_mask_are_read_under_other_names(tmp_path, plain_t
         *((QNA | {"answer": text}, "a program prints") for text in ("b'40'", "['40']", "{'a': array(['40'])}")),
         (QNA | {"answer": "[object Object]"}, "a program prints"),
         *((QNA | {"answer": text}, "is it a missing value?") for text in ("\\N", "N/A", "undefined")),
+        *((QNA | {"context": text}, "which is asked: is it a missing value?") for text in ("nan", "<noinput>")),
         (QNA | {"answer": "One.\\nTwo."}, "learned as two characters"),
         (QNA | {"answer": "caf\\u00e9"}, "learned as two characters"),
         ({"text": "One.<|endoftext|>Two."}, "a control token of another model"),

@@ -411,6 +411,11 @@ REFUSED = {  # name: (files, the line, flags)
         "a.jsonl:1: field 'messages[0].train' is true on a turn of user",
         {},
     ),
+    "a user's turn to train, in numbers": (
+        {"a.jsonl": lines({"messages": [{**ASK, "loss_mask": 1}, SAY]})},
+        "a.jsonl:1: field 'messages[0].loss_mask' is 1 on a turn of user",
+        {},
+    ),
     "KTO rows": (
         {"a.jsonl": lines({"prompt": "Hi:", "completion": "No.", "label": False})},
         "--dataset: columns prompt, completion and label are KTO rows, of which some are examples of what not to say. "

@@ -384,10 +384,16 @@ def test_dpo_compares_with_the_adapter_that_it_continues(first, tmp_path):
     steps = read_events(tmp_path / "second", "step")
     assert abs(steps[0]["loss"] - math.log(2)) < 1e-6 and abs(steps[0]["rewards/chosen"]) < 1e-5
     assert steps[1]["loss"] < math.log(2) - 1e-4
+    more = dict(output_dir=str(tmp_path / "second"), resume="auto")
+    before = {file: file.read_bytes() for file in (tmp_path / "second").glob("*.json*")}
+    with pytest.raises(PlanError, match="is of other rows or settings. Give the --dataset and --validation_dataset of"):
+        fine_tune(**more, max_steps=3, validation_dataset=flags["dataset"])
+    assert all(file.read_bytes() == content for file, content in before.items())  # and the first command goes on
+    fine_tune(**more, max_steps=3)
     (tmp_path / "second" / "reference_log_probs.json").unlink()
     shutil.rmtree(tmp_path / "second" / "checkpoints" / "step-3", ignore_errors=True)
     with pytest.raises(PlanError, match="reference_log_probs.json is missing or damaged"):
-        fine_tune(output_dir=str(tmp_path / "second"), resume="auto", max_steps=4)
+        fine_tune(**more, max_steps=4)
 
 
 def test_a_reference_that_was_computed_of_another_adapter_in_this_place_is_computed_again(first, tmp_path):

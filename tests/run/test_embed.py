@@ -129,7 +129,10 @@ def test_an_evaluation_is_the_formula_whatever_is_compared_at_once(monkeypatch):
     [
         (dict(dataset=[*PAIRS, TRIPLES[0]]), "1 of 15 rows have a negative"),
         (dict(hard_negatives="true"), ":1: field 'negative' is missing"),
-        (dict(dataset=[*PAIRS, {"anchor": "a", "positive": ["b"]}]), ":15: field 'positive.0.' is a string"),
+        (
+            dict(dataset=[*PAIRS, {"anchor": "a", "positive": ["b"]}]),
+            ":15: field 'positive' is a list of 1 texts, must be one",
+        ),
         (dict(dataset=[*PAIRS, {"anchor": "a", "positive": " "}]), ":15: field 'positive' is empty"),
         (dict(dataset=[{"text": "a"}]), "--task embed needs anchor and positive"),
         (dict(lora_dropout=0.1), "which dropout would make differ"),
