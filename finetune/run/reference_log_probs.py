@@ -35,8 +35,8 @@ DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_
 
 
 def check_reference(engine: FineTuningEngine, data: Data, plan: RunPlan, root: Path) -> None:
-    """Raises PlanError for a run that goes on and whose reference, an adapter that has trained since, is lost; before
-    anything is written. Collective.
+    """Raises PlanError if a resumed run's reference is lost: an adapter, trained further since. Called before anything
+    is written. Collective.
     """
     if not plan.objective.precomputes_reference or not plan.objective.reference_is_adapter or plan.resume_from is None:
         return
