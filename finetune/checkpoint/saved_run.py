@@ -18,7 +18,7 @@ from finetune.config import FIELDS, NAMES
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.flag_values import nearest, parse_value, shown
 from finetune.model_files.files import local_path
-from finetune.model_files.manifest import read_manifest
+from finetune.model_files.manifest import MANIFEST, read_manifest
 from finetune.model_files.published import is_as_published, is_checkpoint
 from finetune.parts.train_state import TrainState
 from finetune.plan.resume import changed_settings, same_length
@@ -123,7 +123,7 @@ def _of_output_dir(root: Path, said: str) -> SavedRun:
     except JsonFileError as error:
         raise PlanError(f"{error}. {AGAIN}") from None
     own = checked_plan(content, root / PLAN)
-    if "began_from" not in own:
+    if "began_from" not in own or finished_state(root) is not None:
         return SavedRun(root, own, None)
     first = Path(own["began_from"])
     if not first.is_dir():
@@ -217,18 +217,34 @@ def parse_requested(saved: dict, file: Path) -> dict:
 
 
 def finished_run(plan: RunPlan) -> TrainState | None:
-    """The final state of the run to be resumed, if it has nothing left to do: steps, or weights to publish again."""
+    """The final state of the run to be resumed, if it has nothing left to do: steps, or weights to publish again. Raises
+    PlanError for a finished run that cannot do what else is asked.
+    """
     saved = plan.resume_from
     if saved is None or saved.step_folder:
         return None
     done = finished_state(saved.output_dir)
-    complete = done and done.step == done.total_steps and same_length(plan, saved.saved_plan)
+    if done is None or not is_as_published(saved.output_dir):
+        return None
+    complete = done.step == done.total_steps and same_length(plan, saved.saved_plan)
     last = _plan_in(saved)
-    complete = complete and not set(OF_RESULT) & changed_settings(plan, last).keys()
-    if done and complete and 0 < (last["settled"].get("early_stopping") or 0) <= done.worse_evals:
+    changed = [name for name in OF_RESULT if name in changed_settings(plan, last)]
+    if complete and "validation_dataset" in changed and done.best_step not in (None, done.step) and plan.load_best:
+        raise PlanError(
+            f"--validation_dataset: {saved.output_dir} is finished, and other rows chose the weights of step "
+            f"{done.best_step}. Measure them with score.py, or add --load_best false."
+        )
+    complete = complete and not changed
+    if complete and 0 < (last["settled"].get("early_stopping") or 0) <= done.worse_evals:
         complete = plan.ends_early(done)  # with another --early_stopping it goes on
-    if done and complete and is_as_published(saved.output_dir):
+    if complete:
         return replace(done, output_dir=str(saved.output_dir))  # which may have been moved
+    if (saved.output_dir / MANIFEST).is_file() and not steps_of(saved.output_dir):
+        asked = f"--{changed[0]}" if changed else "--resume"
+        raise PlanError(
+            f"{asked}: {saved.output_dir} is finished, and has no checkpoint left to go on from. Begin another run, or "
+            "add --overwrite true without --resume to begin this one again."
+        )
     return None
 
 

@@ -175,6 +175,9 @@ class CheckpointWriter:
             state, offset = self.restore(engine, saved)
             folder = saved.folder
             say(f"resumed from {folder} at step {state.step} of {total_steps}")
+            if plan.ends_early(state) and same_length(plan, plan.resume_from.saved_plan):
+                total_steps = state.step  # it has ended, and its result was not written yet, or is asked to end here
+                say(f"  ends here: {state.worse_evals} evaluations in a row without a better validation loss")
             changed = self._say_of_changes(saved, say)
             self.other_rows = bool(changed & {*EVALUATED})
             if self.other_rows:
@@ -183,9 +186,6 @@ class CheckpointWriter:
                 state.forget_best()
             if engine.reseeded:
                 say("  saved by another engine, world size or degrees: dropout RNG re-seeded per rank")
-            if plan.ends_early(state) and same_length(plan, plan.resume_from.saved_plan):
-                total_steps = state.step  # it has ended, and its result was not written yet, or is asked to end here
-                say(f"  ends here: {state.worse_evals} evaluations in a row without a better validation loss")
             if state.total_steps != total_steps:
                 say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
             if state.step > total_steps:

@@ -93,6 +93,7 @@ class Links:
 class Device:
     """A documented device: GB of memory, TFLOP/s in 16 bits and in fp32, GB/s of its memory, its usual link.
     `is_apple`: a chip whose GPU shares the memory of the system; the memory is that of its common configuration.
+    `has_bf16`: it multiplies bf16; NVIDIA's before Ampere do not.
     """
 
     memory_gb: float
@@ -101,6 +102,7 @@ class Device:
     bandwidth: float
     link: str = "pcie"
     is_apple: bool = False
+    has_bf16: bool = True
 
 
 def _apple(memory_gb: float, teraflops: float, bandwidth: float) -> Device:
@@ -109,8 +111,8 @@ def _apple(memory_gb: float, teraflops: float, bandwidth: float) -> Device:
 
 
 DEVICES = {
-    "t4": Device(16, 65, 8.1, 320),
-    "v100": Device(32, 125, 15.7, 900, "nvlink"),
+    "t4": Device(16, 65, 8.1, 320, has_bf16=False),
+    "v100": Device(32, 125, 15.7, 900, "nvlink", has_bf16=False),
     "l4": Device(24, 121, 30.3, 300),
     "a10": Device(24, 125, 31.2, 600),
     "rtx3090": Device(24, 71, 35.6, 936),
@@ -261,6 +263,11 @@ def assumed_memory(device: str) -> int:
 def is_apple(device: str | None) -> bool:
     """True for an Apple chip of DEVICES."""
     return device is not None and _device(device).is_apple
+
+
+def has_bf16(device: str | None) -> bool:
+    """False for a card of DEVICES without products in bf16."""
+    return device is None or _device(device).has_bf16
 
 
 def _device(name: str) -> Device:

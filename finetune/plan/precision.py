@@ -2,6 +2,7 @@
 
 from backend_manager import Backend, auto_precision
 from finetune.errors import PlanError
+from finetune.estimate.rates import has_bf16
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said, first_obstacle
@@ -27,6 +28,9 @@ def precision(asked: Asked, facts: Facts) -> Said:
     reason = ""
     if word == "auto":
         used, reason = _auto(asked, facts, why)
+    elif word.startswith("bf16") and _lacks_bf16(asked):
+        used = word.replace("bf16", "fp16")
+        reason = f"--assume_device {asked.assume_device} does not multiply bf16"
     elif word.startswith("bf16") and not (capabilities.supports_bfloat16 or asked.assumes_accelerator):
         if facts.backend is Backend.CPU:
             fact = why or "this processor may lack bf16 matmuls"
@@ -49,12 +53,19 @@ def precision(asked: Asked, facts: Facts) -> Said:
         yield Change("precision", f"{used}_autocast", reason)
 
 
+def _lacks_bf16(asked: Asked) -> bool:
+    """True for an assumed device that is known to have no products in bf16."""
+    return asked.assumes_accelerator and not has_bf16(asked.assume_device)
+
+
 def _auto(asked: Asked, facts: Facts, why: str) -> tuple[str, str]:
     """(precision, reason) of the word auto. `why`: bf16 is slow or missing here."""
     if facts.backend is Backend.MLX and mlx_on_cpu() and not asked.assume_memory:
         return "fp32", "MLX has no BLAS for 16 bits on a CPU"
+    if _lacks_bf16(asked):
+        return "fp16", f"--assume_device {asked.assume_device} does not multiply bf16"
     if asked.assumes_accelerator:
-        return "bf16", "--assume_memory: a device with bf16 matmuls is assumed"
+        return "bf16", "a device with bf16 matmuls is assumed"
     speed = facts.capabilities.bfloat16_speed
     measured = "documented"
     if speed:

@@ -4,6 +4,7 @@ The only module that prints during training; silent on every rank but 0.
 
 import bisect
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -264,7 +265,8 @@ class Metrics:
         after = data[offset:].splitlines(keepends=True)
         data = data[:offset]
         if other_rows:  # the rows of now are evaluated anew, and these are not again
-            data += b"".join(line for line in after if _is_evaluation(_event_of(line), state.step))
+            own = itertools.takewhile(lambda line: b'"event": "start"' not in line, after)
+            data += b"".join(line for line in own if _is_evaluation(_event_of(line), state.step))
         lines = []
         steps = set()
         evaluated: set[tuple[int, int | None]] = set()

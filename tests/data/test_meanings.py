@@ -386,6 +386,10 @@ def test_a_name_is_judged_by_its_words(name, tmp_path, plain_tokenizer):
     assert read(tmp_path, plain_tokenizer, QNA | {name: False}, ignored=parse_names(flag)).num_rows == 1
 
 
+UNWANTED_IN_NUMBERS = {"exclude": "x", "no_train": 1, "bad": 1, "valid": 0, "part": "holdout", "tvt": "test"}
+UNWANTED_IN_NUMBERS |= {"used_for": "evaluation", "quality_flag": "low", "finish": "length"}
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -396,6 +400,7 @@ def test_a_name_is_judged_by_its_words(name, tmp_path, plain_tokenizer):
         ({"text": "Tall.", "prompt": "How tall?"}, "(--columns question=prompt,answer=text asks it)"),
         ({"text": "Hi", "role": "user"}, "column 'role' says who speaks"),
         ({"text": "Hi", "chat_history": [{"message": "Ho"}]}, "column 'chat_history' holds earlier turns"),
+        *((QNA | {name: value}, f"column '{name}' is") for name, value in UNWANTED_IN_NUMBERS.items()),
         (QNA | {"suffix": "return x"}, "column 'suffix' may be a part of the prompt"),
         (QNA | {"error": "Rate limit reached"}, "column 'error' is \"Rate limit reached\", which may say"),
         (QNA | {"level": "ERROR"}, "column 'level' is \"ERROR\", which may say"),

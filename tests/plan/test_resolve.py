@@ -268,3 +268,11 @@ def test_the_plan_says_how_experts_are_trained():
     assert "get no adapter: PEFT has no DoRA" in notice(use_dora=True)
     assert "without dropout" in notice(lora_dropout=0.1)
     assert notice(train_type="lora", lora_target_modules="q_proj") == "8 experts per layer stay frozen"
+
+
+def test_an_assumed_card_before_ampere_does_not_multiply_bf16():
+    for device, wanted in (("t4", "fp16"), ("V100", "fp16"), ("a100", "bf16")):
+        for asked in ("auto", "bf16"):
+            plan = plan_of(assume_device=device, precision=asked, dry_run=True)
+            assert plan.settings.precision == wanted, (device, asked)
+    assert "t4 does not multiply bf16" in str(adjustment(plan_of(assume_device="t4", dry_run=True), "precision"))

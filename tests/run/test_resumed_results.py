@@ -128,6 +128,15 @@ def test_the_card_and_the_page_name_the_step_of_the_weights_and_what_was_measure
     assert drawn["held-out rows, other rows before"] == [0, 1, 2, 3, 4] and drawn["held-out rows"] == [4, 5, 6]
 
 
+def test_an_evaluation_stays_with_the_start_that_says_its_rows(run, tmp_path):
+    flags = dict(max_steps=2, eval_every=1, load_best="false")
+    first = run(**flags, validation_dataset=HARD)
+    for rows in (EASY, HARD[:2]):
+        state = run(**flags, validation_dataset=rows, resume="auto")
+    losses = [event["loss"] for event in read_events(tmp_path / "out", "eval") if event["step"] == 2]
+    assert losses == [first.scores["after"]["loss"], state.scores["after"]["loss"]]
+
+
 def test_a_signal_between_a_save_and_the_next_step_is_saved_too(run, tmp_path, monkeypatch):
     looked = RunPlan.save_due
 
@@ -188,3 +197,35 @@ def test_weights_from_before_a_run_went_on_are_not_opened_as_its_result(run, fla
         run(max_steps=1, adapter=str(folder), model_name=None, lora_rank=None, output_dir=str(tmp_path / "other"))
     run(max_steps=6, resume="auto")
     generate.main(["--checkpoint", str(folder), "--prompt", "a", "--max_new_tokens", "2"])
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_again(run, tmp_path, capsys):
+    """Nor is one that began from another folder's checkpoint, which may be gone then."""
+    folder = tmp_path / "out"
+    run(max_steps=4, save_every=2, keep_last=9)
+    copied = shutil.copytree(folder / "checkpoints" / "step-2", tmp_path / "copied")
+    run(max_steps=4, output_dir=str(tmp_path / "own"), resume=str(copied))
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    for place in (folder, tmp_path / "own", copied):
+        shutil.rmtree(place / "checkpoints" if place != copied else place)
+    for more in (dict(score_dataset=EASY), dict(max_steps=6), dict(save_every=0, early_stopping=0, max_steps=9)):
+        with pytest.raises(PlanError, match="is finished, and has no checkpoint left to go on from"):
+            run(**dict(max_steps=4, resume="auto") | more)
+    capsys.readouterr()
+    for output_dir in (folder, tmp_path / "own"):
+        assert run(max_steps=4, resume="auto", output_dir=str(output_dir)).step == 4
+        assert "already complete" in capsys.readouterr().out
+    assert (folder / "adapter_model.safetensors").read_bytes() == weights
+
+
+def test_weights_that_other_rows_chose_stay_the_result(run, tmp_path, capsys):
+    """An early end stays one where other rows are evaluated."""
+    folder = tmp_path / "out"
+    flags = dict(max_steps=8, eval_every=1, validation_dataset=HARD, save_every=1)
+    ended = run(**flags, early_stopping=2)
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    other = flags | dict(validation_dataset=EASY, resume="auto")
+    with pytest.raises(PlanError, match=f"other rows chose the weights of step {ended.best_step}. Measure them with"):
+        run(**other, early_stopping=2)
+    assert (folder / "adapter_model.safetensors").read_bytes() == weights
+    assert run(**other, early_stopping=2, load_best="false").step == ended.step < 8
