@@ -217,8 +217,8 @@ def parse_requested(saved: dict, file: Path) -> dict:
 
 
 def finished_run(plan: RunPlan) -> TrainState | None:
-    """The final state of the run to be resumed, if it has nothing left to do: steps, or weights to publish again. Raises
-    PlanError for a finished run that cannot do what else is asked.
+    """The final state of the run to be resumed, if it has nothing left to do: steps, or weights to publish again.
+    Raises PlanError for a finished run that cannot do what else is asked.
     """
     saved = plan.resume_from
     if saved is None or saved.step_folder:
@@ -229,10 +229,11 @@ def finished_run(plan: RunPlan) -> TrainState | None:
     complete = done.step == done.total_steps and same_length(plan, saved.saved_plan)
     last = _plan_in(saved)
     changed = [name for name in OF_RESULT if name in changed_settings(plan, last)]
-    if complete and "validation_dataset" in changed and done.best_step not in (None, done.step) and plan.load_best:
+    has_best = done.best_step not in (None, done.step) and (saved.output_dir / "best").is_dir()
+    if complete and "validation_dataset" in changed and has_best:
         raise PlanError(
             f"--validation_dataset: {saved.output_dir} is finished, and other rows chose the weights of step "
-            f"{done.best_step}. Measure them with score.py, or add --load_best false."
+            f"{done.best_step} in best/. Measure them with score.py, or go on with a larger --max_steps."
         )
     complete = complete and not changed
     if complete and 0 < (last["settled"].get("early_stopping") or 0) <= done.worse_evals:

@@ -25,7 +25,7 @@ from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.entries import check_entries
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
-from finetune.model_files.published import verify_texts
+from finetune.model_files.published import check_is_latest, verify_texts
 from finetune.model_files.tokenizer import GENERATION
 from finetune.model_files.tokenizer_files import files_in
 from finetune.model_files.vocabulary import Vocabulary, vocabulary_of
@@ -137,6 +137,8 @@ def find_model(
     if model_name and folder.is_dir():
         if revision:
             raise PlanError(f"--revision {revision}: {label} is a local folder and has no revisions. Drop one of them.")
+        if (folder / "config.json").is_file():
+            check_is_latest(folder, label)
         return read_folder(folder, model_name, None, "local folder", label, weights)
     if folder.is_file():
         raise PlanError(f"{label}: is a file. Give the folder with config.json and model.safetensors.")

@@ -47,6 +47,8 @@ def check_reference(engine: FineTuningEngine, data: Data, plan: RunPlan, root: P
         datasets = _datasets(data)
         if not goes_on or _read(root, _key(plan, datasets), datasets, None) is not None:
             return None
+        if plan.resume_from.step_folder and not plan.resume_from.step_folder.is_relative_to(root.resolve()):
+            return "is not here, but in the folder of the checkpoint's run. Resume it there"
         if _is_whole(root):
             return "is of other rows or settings. Give the --dataset and --validation_dataset of then"
         return "is missing or damaged. Restore it"
