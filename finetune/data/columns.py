@@ -174,8 +174,8 @@ OF_ANSWERS = {"answer", "response", "completion", "output", "correction", "edit"
 OF_ANSWERS |= {"revision", "fixed", "override", "suggestion", "replacement", "solution", "step"}
 OF_QUESTIONS = {"question", "prompt", "instruction", "query", "context", "passage", "document", "body", "input"}
 OF_QUESTIONS |= {"story", "paragraph", "dialogue", "dialog", "transcript", "scenario", "article", "premise", "abstract"}
-OF_QUESTIONS |= {"table", "ocr", "fact", "definition", "rule", "guideline", "policy", "profile", "evidence", "support"}
-OF_QUESTIONS |= {"email", "poem", "snippet", "trace", "starter", "docstring", "ddl", "demonstration"}
+OF_QUESTIONS |= {"table", "ocr", "fact", "rule", "guideline", "policy", "profile", "evidence", "support"}
+OF_QUESTIONS |= {"email", "poem", "snippet", "trace", "starter", "ddl", "demonstration"}
 OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)|code")  # beside a text
 CODE = re.compile(r"[\w.:-]{1,24}")  # of a product, a diagnosis or a version: no program
 WORDS_OF_TEMPLATE = 40  # around a question and its answer, at most: Alpaca's has 30
@@ -744,11 +744,12 @@ class RowReader:
 
 
 def _meaning_of_named(column: str, row: dict, schema: Schema) -> str | None:
-    """The meaning of a column beside a pair whose chosen or rejected answer is the column's name."""
+    """The meaning of a column beside a pair whose chosen and rejected answers are names of columns with texts."""
     if schema.format != "preference":
         return None
     answers = [row.get(c) for name in ("chosen", "rejected") for c in schema.columns[name]]
-    return "holds an answer that the pair only names" if column in answers else None
+    are_names = all(isinstance(name, str) and isinstance(row.get(name), str) for name in answers)
+    return "holds an answer that the pair only names" if are_names and column in answers else None
 
 
 def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None:

@@ -45,10 +45,10 @@ def text_row(row: Row, name: str) -> Row:
     columns = {n: row.columns[n] for n in kept}
     if isinstance(value, str) and kept.get("system"):
         value = [{"role": "user", "content": value}]
-    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+    are_texts = isinstance(value, list) and value and all(isinstance(part, str) for part in value)
+    if are_texts and row.format == EMBED:
         raise PlanError(
-            f"{row.source}: field {row.columns[name]!r} is a list of {len(value)} texts, must be one. Write a row for "
-            "each."
+            f"{row.source}: field {row.columns[name]!r} is a list of texts, must be one text. Write a row for each."
         )
     if isinstance(value, list):
         said = [part for message in value if isinstance(message, dict) for part in texts_in(_without_role(message))]

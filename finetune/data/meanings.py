@@ -149,7 +149,7 @@ PART_OF_PROMPT = re.compile(
     r"((retrieved|context|source|reference|supporting|input)_)?(documents?|docs|passages?|chunks?|contexts?|texts?)"
     r"|background|knowledge|evidence|excerpt|((db|sql|table|database)_)?(schema|context)|create_(statement|table)"
     r"|code(_before)?|error_message|hints?|constraints?|persona|few_?shot(_examples)?|instructions?|developer(_message)?"
-    r"|prefix|suffix|retrieved"
+    r"|prefix|suffix|retrieved|task_definition"
 )
 OF_ORIGIN = {"original", "raw", "seed", "source", "initial"}  # words of names of what a text was made from
 # Words of names whose text is an answer's thoughts.

@@ -349,4 +349,5 @@ def test_a_pair_that_names_the_columns_of_its_answers_is_refused(tmp_path, plain
     row = {"prompt": "How tall is it?", "A": "40 cm.", "B": "No idea.", "chosen": "A", "rejected": "B"}
     with pytest.raises(PlanError, match="column 'A' holds an answer that the pair only names"):
         read(tmp_path, plain_tokenizer, [row], PAIRS)
-    assert read(tmp_path, plain_tokenizer, [row | {"chosen": "C", "rejected": "D"}], PAIRS).num_rows == 1
+    for said in ({"chosen": "C", "rejected": "D"}, {"chosen": "yes", "rejected": "no", "no": 3}):
+        assert read(tmp_path, plain_tokenizer, [row | said], PAIRS).num_rows == 1

@@ -131,7 +131,7 @@ def test_an_evaluation_is_the_formula_whatever_is_compared_at_once(monkeypatch):
         (dict(hard_negatives="true"), ":1: field 'negative' is missing"),
         (
             dict(dataset=[*PAIRS, {"anchor": "a", "positive": ["b"]}]),
-            ":15: field 'positive' is a list of 1 texts, must be one",
+            ":15: field 'positive' is a list of texts, must be one",
         ),
         (dict(dataset=[*PAIRS, {"anchor": "a", "positive": " "}]), ":15: field 'positive' is empty"),
         (dict(dataset=[{"text": "a"}]), "--task embed needs anchor and positive"),
