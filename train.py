@@ -37,7 +37,7 @@ from finetune.backend import doctor
 from finetune.callers_process import callers_process, only_run
 from finetune.checkpoint.output_dir import clean_finished, with_own_folder
 from finetune.checkpoint.own_base import with_scaled_base
-from finetune.checkpoint.saved_run import finished_run
+from finetune.checkpoint.saved_run import finished_run, unread_by_finished
 from finetune.checkpoint.writer import CheckpointWriter
 from finetune.config import DEFAULTS
 from finetune.data import preview
@@ -272,6 +272,8 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
         if done:
             clean_finished(plan.output.folder)
             say(f"already complete: {plan.settings.output_dir} is at its last step, {done.step}")
+            for line in unread_by_finished(plan):
+                say(f"  note: {line}")
             if plan.output.push_to_hub:
                 say(uploaded(plan))
         elif plan.settings.adapter_merge and not plan.resume_from:

@@ -442,6 +442,8 @@ def inherited(saved: SavedRun, overrides: dict, backend: str) -> dict:
             written = list(value)
         else:
             written = value
+        if value == saved.saved_plan["settled"].get(key):  # as it was used, whatever was asked for
+            before[key] = value
         same = value == before[key] or (key in asked and asked[key] == written)
         if key not in RESUMABLE and key not in missing and not same:
             raise PlanError(

@@ -116,6 +116,9 @@ def test_fewer_rows_than_a_batch_train_and_a_long_warm_up_is_shortened_with_a_re
     argv[argv.index("epochs=3")] = "epochs=4"
     train(here, *argv, "global_batch_size=8", "lr_warmup_steps=2", "resume=auto")  # of 4 steps, 2 are not too many
     assert json.loads((out / "run_plan.json").read_text())["settled"]["lr_warmup_steps"] == 2
+    argv[argv.index("epochs=4")] = "epochs=3"
+    train(here, *argv, "global_batch_size=8", "lr_warmup_steps=2", "overwrite=true")
+    train(here, *argv, "global_batch_size=8", "lr_warmup_steps=0", "resume=auto")  # as it was shortened
 
 
 def test_a_puzzle_run_halts_carries_and_resumes_bitwise(here, tmp_path):

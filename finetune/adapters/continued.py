@@ -17,7 +17,6 @@ from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
 from finetune.model_files.files import BASE_RECORD, base_path, started_in_of
 from finetune.model_files.hub_adapter import fetched
-from finetune.model_files.published import check_is_latest
 from finetune.parts.engine_limits import TOWER
 from finetune.system.json_files import read_json
 
@@ -66,8 +65,6 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
     path = Path(fetched(folder, "--adapter", fetch)).expanduser()
     if not path.is_dir():
         raise PlanError(f"--adapter {folder}: is not a folder. Give the --output_dir of a run with an adapter.")
-    if (path / CONFIG).is_file():
-        check_is_latest(path, f"--adapter {folder}")
     record = HeadRecord.read(path)
     if record is not None and record.facts.module:
         raise PlanError(

@@ -100,6 +100,8 @@ class OutputDir:
         if holds_a_run(self.root) and not self.continues and not plan.output.overwrite:
             self.close()
             ways = "Use --resume auto to continue it, or --overwrite true to replace it"
+            if saved:
+                ways = "Give another folder; --resume auto continues the run that is there"
             raise PlanError(f"--output_dir {self.root}: holds another run. {ways}.")
         try:
             if self.continues:

@@ -41,10 +41,9 @@ CHECKPOINT_STATE_SCHEMA = STATE_SCHEMA | {
     "metrics_bytes": int,
     "identity": {str: (str, int)},
 }
-# Settings that say what a run at its last step still publishes or evaluates.
-OF_RESULT = (
-    *("save_model", "load_best", "validation_dataset", "score_dataset", "score_samples", "score_metric"),
-    *("score_pattern", "score_max_new_tokens"),
+OF_RESULT = ("save_model", "load_best")  # settings that say what a run at its last step publishes
+MEASURED_BY = (
+    *("validation_dataset", "score_dataset", "score_samples", "score_metric", "score_pattern", "score_max_new_tokens"),
 )
 AGAIN = "Restore the file as the run wrote it, or start in another --output_dir."
 NO_CHECKPOINT = "has no checkpoint to resume from. Give another folder; --resume auto starts a new run here."
@@ -129,7 +128,7 @@ def _of_output_dir(root: Path, said: str) -> SavedRun:
     if not first.is_dir():
         raise PlanError(
             f"{said}: {root} was begun from {first}, which is gone, and has no checkpoint of its own. Put it back, or "
-            "begin again with --overwrite true."
+            "begin in another --output_dir."
         )
     return SavedRun(root, _plan_of_checkpoint(first) | {"requested": own["requested"]}, first, begun=True)
 
@@ -229,12 +228,6 @@ def finished_run(plan: RunPlan) -> TrainState | None:
     complete = done.step == done.total_steps and same_length(plan, saved.saved_plan)
     last = _plan_in(saved)
     changed = [name for name in OF_RESULT if name in changed_settings(plan, last)]
-    has_best = done.best_step not in (None, done.step) and (saved.output_dir / "best").is_dir()
-    if complete and "validation_dataset" in changed and has_best:
-        raise PlanError(
-            f"--validation_dataset: {saved.output_dir} is finished, and other rows chose the weights of step "
-            f"{done.best_step} in best/. Measure them with score.py, or go on with a larger --max_steps."
-        )
     complete = complete and not changed
     if complete and 0 < (last["settled"].get("early_stopping") or 0) <= done.worse_evals:
         complete = plan.ends_early(done)  # with another --early_stopping it goes on
@@ -247,6 +240,13 @@ def finished_run(plan: RunPlan) -> TrainState | None:
             "add --overwrite true without --resume to begin this one again."
         )
     return None
+
+
+def unread_by_finished(plan: RunPlan) -> list[str]:
+    """Lines on flags of a finished run that it would only be evaluated by."""
+    assert plan.resume_from is not None, "it is finished"
+    changed = changed_settings(plan, _plan_in(plan.resume_from))
+    return [f"--{name} is not read by a finished run: score.py measures it" for name in MEASURED_BY if name in changed]
 
 
 def _plan_in(run: SavedRun) -> dict:

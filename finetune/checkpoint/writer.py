@@ -54,6 +54,8 @@ REWARDS = "rewards"  # in `identity`: the digest of their files
 JUDGED = "answers are judged by what is there now"
 COMPARED = "what was measured before is of other rows"
 EVALUATED = ("validation_dataset", "score_dataset")
+OF_VALIDATION = ("loss", "rewards/")  # how the names of what is measured on validation rows begin
+SCORED_BY = ("score_metric", "score_pattern", "score_max_new_tokens")
 # In `identity`, what may be another when a run is resumed: (what has changed, what follows).
 MAY_CHANGE = {
     REWARDS: ("the file of a --reward has", JUDGED),
@@ -82,8 +84,8 @@ class CheckpointWriter:
     `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that
     others can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own
     files; set by check_shared_filesystem. `recipe`: the settings of pretrain.py, set before restore_or_begin.
-    `saving`: the step of a save that has begun, and the end of this rank's part in it. `other_rows`: since the resumed
-    checkpoint, others are evaluated.
+    `saving`: the step of a save that has begun, and the end of this rank's part in it. `other_rows`: this run
+    evaluates other rows than the checkpoint's did.
     """
 
     other_rows = False
@@ -180,8 +182,10 @@ class CheckpointWriter:
                 say(f"  ends here: {state.worse_evals} evaluations in a row without a better validation loss")
             changed = self._say_of_changes(saved, say)
             self.other_rows = bool(changed & {*EVALUATED})
-            if self.other_rows:
+            if "validation_dataset" in changed or state.before is None:
                 state.before = None
+            elif self.other_rows or self._scores_otherwise(plan.resume_from):
+                state.before = {name: value for name, value in state.before.items() if name.startswith(OF_VALIDATION)}
             if "validation_dataset" in changed or not self._has_its_best(engine, state, say):
                 state.forget_best()
             if engine.reseeded:
@@ -203,7 +207,7 @@ class CheckpointWriter:
             say(f"  note: {line}")
         self.plan = plan
         if self.files:
-            self.files.save_tokenizer(data.tokenizer)  # first: by the plan a killed run is resumed, with what is here
+            self.files.save_tokenizer(data.tokenizer)  # before the plan, from which on a killed run can be resumed
             self.files.save_plan(plan)
         return state, offset, folder
 
@@ -449,6 +453,11 @@ class CheckpointWriter:
             changed, so = MAY_CHANGE[what]
             say(f"  note: {changed} changed since: {so}")
         return set(found)
+
+    def _scores_otherwise(self, saved: SavedRun) -> bool:
+        """True if answers are scored in another way than in the saved run."""
+        settled = self.plan.to_json()["settled"]
+        return any(settled.get(name) != saved.saved_plan["settled"].get(name) for name in SCORED_BY)
 
     def _has_its_best(self, engine: Engine, state: TrainState, say: Callable[[str], object]) -> bool:
         """True if best/ has the weights of the state's best step, or none are kept there. Otherwise a run went on from

@@ -33,7 +33,9 @@ def remove_manifest(folder: Path) -> None:
 
 
 def check_is_latest(folder: Path, said: str) -> None:
-    """Raises PlanError for the folder of a run that went on and did not finish: its weights are of before."""
+    """Raises PlanError for the folder of a run that went on and did not finish: its weights are of before. Without
+    checkpoints, a folder is as it is.
+    """
     is_of_run, *ended = ((folder / name).is_file() for name in ("run_plan.json", "train_state.json", MANIFEST))
     if not is_of_run or any(ended):
         return

@@ -29,6 +29,7 @@ from finetune.model_files.files import ModelFiles, find_model_of, tokenizer_fold
 from finetune.model_files.hub_ranges import model_on_paper
 from finetune.model_files.hub_upload import check_upload
 from finetune.model_files.processor import sees_images
+from finetune.model_files.published import check_is_latest
 from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
 from finetune.parts.engine_limits import TOWER
 from finetune.parts.heads import HEADS
@@ -64,6 +65,7 @@ def make_plan(
     adapter = None
     if overrides.get("adapter") and not saved:
         adapter = read_saved(overrides["adapter"], prepare)
+        check_is_latest(adapter.folder, f"--adapter {overrides['adapter']}")
     if saved and has_own_base(saved.saved_plan["settled"]):
         overrides = {**overrides, "model_name": saved.saved_plan["settled"]["model_name"], "revision": None}
     if adapter and not overrides.get("model_name"):

@@ -47,7 +47,7 @@ def async_save(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts, room: Mem
 READ_BESIDE: tuple[tuple[tuple[str, ...], str, Callable[[Asked], object]], ...] = (
     (("score_samples", "score_metric"), "--score_dataset", lambda asked: asked.score_dataset),
     (("shuffle_buffer",), "--streaming", lambda asked: asked.streaming),
-    (("search_budget",), "--lr search", lambda asked: asked.typed("lr") == "search"),
+    (("search_budget",), "--lr search", lambda asked: asked.requested.get("lr") == "search"),
     (("image_max_pixels", "image_root", "allow_urls"), "rows that show images", lambda asked: asked.images == "true"),
     (("project_name", "name", "group", "entity"), "a tracker in --log_to", lambda asked: names_trackers(asked.log_to)),
 )

@@ -89,6 +89,9 @@ KINDS = {
         "fewer steps, or a lower `--lr`",
     ),
 }
+# Facts of a start event that tell the rows of its evaluations.
+HELD_OUT = ("held_out_sha256",)
+SCORED = (*HELD_OUT, "scored_sha256")
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,6 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
 def of_present_rows(events: list[dict]) -> list[dict]:
     """The eval events of the rows that the last start event holds out: a resumed run may have others than before."""
     return by_rows(events, HELD_OUT)[-1]
-
-
-HELD_OUT, SCORED = ("held_out_sha256",), ("held_out_sha256", "scored_sha256")  # facts of a start event
 
 
 def by_rows(events: list[dict], names: tuple[str, ...]) -> list[list[dict]]:

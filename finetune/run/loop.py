@@ -101,8 +101,10 @@ def run_steps(
             summary.sample_before = sample(summary.scored_answer)
             summary.scored_answer = None
     train(engine, data, plan, state, log, writer, stop)
+    # Weights of an earlier step may be the result, and are not replaced before that is known.
+    later = plan.load_best and state.best_step not in (None, state.step)
     if not stop.requested():
-        if plan.output.save_model:
+        if plan.output.save_model and not later:
             with log.phase("saving"):
                 writer.publish(engine, state.step)
         if not (plan.load_best and plan.ends_early(state)):  # an early end follows an evaluation of the same step
@@ -111,6 +113,8 @@ def run_steps(
         assert state.best_step is not None, "the best weights are of a step"
         writer.publish(engine, state.best_step)
         evaluate(engine, data, plan, state, log, writer, stop, of_step=state.best_step)
+    elif not stop.requested() and plan.output.save_model and later:
+        writer.publish(engine, state.step)
     if not stop.requested():
         summary.sample_after = sample(summary.scored_answer)
     state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)

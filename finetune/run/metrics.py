@@ -262,11 +262,12 @@ class Metrics:
             self.say(
                 "  note: the log of the resumed run has no end: it was killed, or code that it called ended its process"
             )
+        before = b""
         after = data[offset:].splitlines(keepends=True)
         data = data[:offset]
         if other_rows:  # the rows of now are evaluated anew, and these are not again
             own = itertools.takewhile(lambda line: b'"event": "start"' not in line, after)
-            data += b"".join(line for line in own if _is_evaluation(_event_of(line), state.step))
+            before = b"".join(line for line in own if _is_evaluation(_event_of(line), state.step))
         lines = []
         steps = set()
         evaluated: set[tuple[int, int | None]] = set()
@@ -279,7 +280,7 @@ class Metrics:
                 if event["event"] == "step" and isinstance(event.get("loss"), float):
                     self.watch.add(event["loss"])
                     self.reward_watch.line(event)
-        replace_bytes(self.file, b"".join(lines), run_id)
+        replace_bytes(self.file, b"".join(lines) + before, run_id)
         samples.keep_evaluated(self.file.parent, evaluated, run_id)
         lost = [step for step in range(1, state.step + 1) if step not in steps]
         if lost:

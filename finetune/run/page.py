@@ -293,7 +293,7 @@ def evaluations(run: Run) -> Table:
     if own[0].get("step"):  # a resumed run had no rows before, or others
         first = f"first (step {own[0]['step']})"
     columns = {first: own[0]}
-    if best:
+    if best in own:
         columns[best_title(best, own[0])] = best
     last = "after"
     if published or run.end.get("status") != "finished":
@@ -385,7 +385,7 @@ def shown(name: str, event: dict, others: list[dict]) -> str:
 
 def is_loss(name: str) -> bool:
     """True for what is measured on the held-out rows whether any are scored or not."""
-    return name == "loss" or name.startswith("loss/")
+    return name not in SCORES and not name.startswith("score_")
 
 
 def points_in(events: list[dict], value: str | Callable[[dict], float | None]) -> list[tuple[float, float]]:

@@ -103,6 +103,7 @@ def test_a_search_that_a_signal_ends_is_the_resumed_runs(at, learn, monkeypatch,
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     capsys.readouterr()
     fine_tune(resume="auto", output_dir=str(folder))
+    assert "search_budget: not read" not in capsys.readouterr().out
     assert settled(folder)["lr"] == settled(whole)["lr"]
     assert_same_weights(whole, folder)
 

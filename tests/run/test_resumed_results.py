@@ -64,9 +64,12 @@ def test_a_finished_run_does_what_another_flag_asks_of_its_end(run, tmp_path, ca
     assert again.best_step == better and best.read_bytes() == top.read_bytes()
     run(**flags, load_best="true", resume="auto")
     assert "already complete" in capsys.readouterr().out
-    run(**flags, load_best="true", resume="auto", score_dataset=EASY)
-    last = read_events(folder, "eval")[-1]
-    assert last["of_step"] == better and last["num_scored"] == len(EASY)
+    files = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    run(**flags | dict(load_best="true", resume="auto", score_dataset=EASY, validation_dataset=EASY))
+    said = capsys.readouterr().out
+    assert "already complete" in said and all(file.read_bytes() == content for file, content in files.items())
+    for name in ("validation_dataset", "score_dataset"):
+        assert f"note: --{name} is not read by a finished run: score.py measures it" in said
 
 
 def test_a_finished_run_that_kept_no_weights_makes_them_once_asked_to(run, tmp_path):
@@ -129,12 +132,13 @@ def test_the_card_and_the_page_name_the_step_of_the_weights_and_what_was_measure
 
 
 def test_an_evaluation_stays_with_the_start_that_says_its_rows(run, tmp_path):
-    flags = dict(max_steps=2, eval_every=1, load_best="false")
+    flags = dict(max_steps=2, load_best="false")
     first = run(**flags, validation_dataset=HARD)
     for rows in (EASY, HARD[:2]):
-        state = run(**flags, validation_dataset=rows, resume="auto")
+        run(**flags | dict(max_steps=4), validation_dataset=rows, resume="auto", on_step=stop_at(3), save_every=0)
+        shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-3")
     losses = [event["loss"] for event in read_events(tmp_path / "out", "eval") if event["step"] == 2]
-    assert losses == [first.scores["after"]["loss"], state.scores["after"]["loss"]]
+    assert losses[0] == first.scores["after"]["loss"] and len(losses) == 2  # of the rows between, none is left
 
 
 def test_a_signal_between_a_save_and_the_next_step_is_saved_too(run, tmp_path, monkeypatch):
@@ -213,7 +217,7 @@ def test_a_finished_run_without_checkpoints_is_not_begun_again(run, tmp_path, ca
     weights = (folder / "adapter_model.safetensors").read_bytes()
     for place in (folder, tmp_path / "own", copied):
         shutil.rmtree(place / "checkpoints" if place != copied else place)
-    for more in (dict(score_dataset=EASY), dict(max_steps=6), dict(save_every=0, early_stopping=0, max_steps=9)):
+    for more in (dict(load_best="true", validation_dataset=HARD), dict(max_steps=6)):
         with pytest.raises(PlanError, match="is finished, and has no checkpoint left to go on from"):
             run(**dict(max_steps=4, resume="auto") | more)
     capsys.readouterr()
@@ -223,12 +227,29 @@ def test_a_finished_run_without_checkpoints_is_not_begun_again(run, tmp_path, ca
     assert (folder / "adapter_model.safetensors").read_bytes() == weights
 
 
-def test_weights_that_other_rows_chose_stay_the_result(run, tmp_path, capsys):
-    folder = tmp_path / "out"
-    flags = dict(max_steps=8, eval_every=1, validation_dataset=HARD, save_every=1)
-    ended = run(**flags, early_stopping=2)
-    weights = (folder / "adapter_model.safetensors").read_bytes()
-    other = flags | dict(validation_dataset=EASY, resume="auto")
-    with pytest.raises(PlanError, match=f"other rows chose the weights of step {ended.best_step} in best.. Measure"):
-        run(**other, early_stopping=2)
-    assert (folder / "adapter_model.safetensors").read_bytes() == weights
+def test_scores_by_another_pattern_are_not_beside_each_other(run, tmp_path):
+    flags = dict(validation_dataset=HARD, score_dataset=EASY, score_metric="regex")
+    run(**flags, score_pattern="b", max_steps=4, on_step=stop_at(2))
+    state = run(**flags, score_pattern="c", max_steps=4, resume="auto")
+    assert "loss" in state.scores["before"] and "regex" not in state.scores["before"]
+    assert "regex" in state.scores["after"]
+
+
+def test_the_page_of_other_scored_rows_counts_these_alone(run, tmp_path):
+    flags = dict(max_steps=3, eval_every=1, validation_dataset=HARD, eval_samples=2, load_best="false")
+    run(**flags, score_dataset=EASY)
+    run(**flags | dict(max_steps=4), score_dataset=HARD[:2], resume="auto")
+    found = page.read_run(tmp_path / "out")
+    assert found.samples and not any("plus" in sample["prompt"] for sample in found.samples)  # as EASY's are
+    assert page.evaluations(found).head[:2] == ["measure", "first (step 3)"]
+
+
+def test_published_weights_of_an_earlier_step_stay_while_the_last_step_is_evaluated(run, tmp_path):
+    flags = dict(eval_every=1, save_every=1, validation_dataset=HARD, load_best="true")
+    run(**flags, max_steps=4)
+    weights = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
+    stopped = run(**flags, max_steps=5, resume="auto", on_eval=stop_at(5))
+    assert stopped.status == "stopped"
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == weights
+    assert run(**flags, max_steps=5, resume="auto").status == "finished"
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == weights
