@@ -94,7 +94,7 @@ def base_of(checkpoint: str) -> ModelFiles:
     folder = Path(checkpoint)
     if folder.is_dir():
         verify_texts(folder)
-    if any((folder / name).is_file() for name in ("adapter_config.json", "config.json", "trained_blocks.json")):
+    if any((folder / name).is_file() for name in ("adapter_config.json", "trained_blocks.json")):
         check_is_latest(folder, f"--checkpoint {checkpoint}")
     config = folder / "adapter_config.json"
     weights = "adapter_model.safetensors"

@@ -42,9 +42,9 @@ CHECKPOINT_STATE_SCHEMA = STATE_SCHEMA | {
     "identity": {str: (str, int)},
 }
 OF_RESULT = ("save_model", "load_best")  # settings that say what a run at its last step publishes
-MEASURED_BY = (
-    *("validation_dataset", "score_dataset", "score_samples", "score_metric", "score_pattern", "score_max_new_tokens"),
-)
+# Rows that a run is evaluated on, and how their answers are scored.
+EVALUATED = ("validation_dataset", "score_dataset")
+SCORED_BY = ("score_metric", "score_pattern", "score_max_new_tokens")
 AGAIN = "Restore the file as the run wrote it, or start in another --output_dir."
 NO_CHECKPOINT = "has no checkpoint to resume from. Give another folder; --resume auto starts a new run here."
 
@@ -88,7 +88,7 @@ def _named(resume: str, output_dir: str | None) -> SavedRun:
         raise PlanError(f"{said}: is a file. Give an output_dir or one of its checkpoints/step-N.")
     full = root.resolve()
     of_run = full.parent.parent
-    is_copied = output_dir and Path(output_dir).resolve() != of_run and not (of_run / PLAN).is_file()
+    is_copied = bool(output_dir and Path(output_dir).resolve() != of_run) and not (of_run / PLAN).is_file()
     if full.parent.name == "checkpoints" and full.name[:5] == "step-" and full.name[5:].isdigit() and not is_copied:
         root = of_run
         return _unless_in_use(root, lambda: _of_checkpoint(root, full))
@@ -225,10 +225,10 @@ def finished_run(plan: RunPlan) -> TrainState | None:
     done = finished_state(saved.output_dir)
     if done is None or not is_as_published(saved.output_dir):
         return None
-    complete = done.step == done.total_steps and same_length(plan, saved.saved_plan)
     last = _plan_in(saved)
-    changed = [name for name in OF_RESULT if name in changed_settings(plan, last)]
-    complete = complete and not changed
+    different = changed_settings(plan, last)
+    changed = [name for name in OF_RESULT if name in different]
+    complete = done.step == done.total_steps and same_length(plan, saved.saved_plan) and not changed
     if complete and 0 < (last["settled"].get("early_stopping") or 0) <= done.worse_evals:
         complete = plan.ends_early(done)  # with another --early_stopping it goes on
     if complete:
@@ -246,11 +246,12 @@ def unread_by_finished(plan: RunPlan) -> list[str]:
     """Lines on flags of a finished run that it would only be evaluated by."""
     assert plan.resume_from is not None, "it is finished"
     changed = changed_settings(plan, _plan_in(plan.resume_from))
-    return [f"--{name} is not read by a finished run: score.py measures it" for name in MEASURED_BY if name in changed]
+    names = (*EVALUATED, "score_samples", *SCORED_BY)
+    return [f"--{name} is not read by a finished run: score.py measures it" for name in names if name in changed]
 
 
 def _plan_in(run: SavedRun) -> dict:
-    """The plan in the run's folder, by which its result was published; that of its newest checkpoint if it is none."""
+    """The plan in the run's folder, by which its result was published; without a readable one, its checkpoint's."""
     try:
         content = read_json(run.output_dir / PLAN, PLAN_SCHEMA)
     except (JsonFileError, FileNotFoundError):

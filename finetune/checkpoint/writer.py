@@ -16,7 +16,16 @@ from finetune.adapters.heads import FILE as HEAD
 from finetune.adapters.saved import PEFT_FILE
 from finetune.checkpoint.output_dir import BEST, MOMENTS, OutputDir, root_of, weights_file
 from finetune.checkpoint.over_ranks import arrays_of_rank_0, newest_of_all_ranks, of_rank_0, shared_view, view_of
-from finetune.checkpoint.saved_run import CHECKPOINT_STATE_SCHEMA, NO_CHECKPOINT, PLAN, REQUIRED, STATE, state_of
+from finetune.checkpoint.saved_run import (
+    CHECKPOINT_STATE_SCHEMA,
+    EVALUATED,
+    NO_CHECKPOINT,
+    PLAN,
+    REQUIRED,
+    SCORED_BY,
+    STATE,
+    state_of,
+)
 from finetune.checkpoint.store import (
     VerifiedCheckpoint,
     begin_checkpoint,
@@ -53,9 +62,7 @@ RNG = "rng.safetensors"
 REWARDS = "rewards"  # in `identity`: the digest of their files
 JUDGED = "answers are judged by what is there now"
 COMPARED = "what was measured before is of other rows"
-EVALUATED = ("validation_dataset", "score_dataset")
 OF_VALIDATION = ("loss", "rewards/")  # how the names of what is measured on validation rows begin
-SCORED_BY = ("score_metric", "score_pattern", "score_max_new_tokens")
 # In `identity`, what may be another when a run is resumed: (what has changed, what follows).
 MAY_CHANGE = {
     REWARDS: ("the file of a --reward has", JUDGED),
@@ -182,9 +189,9 @@ class CheckpointWriter:
                 say(f"  ends here: {state.worse_evals} evaluations in a row without a better validation loss")
             changed = self._say_of_changes(saved, say)
             self.other_rows = bool(changed & {*EVALUATED})
-            if "validation_dataset" in changed or state.before is None:
+            if "validation_dataset" in changed:
                 state.before = None
-            elif self.other_rows or self._scores_otherwise(plan.resume_from):
+            elif state.before and (self.other_rows or self._scores_otherwise(plan.resume_from)):
                 state.before = {name: value for name, value in state.before.items() if name.startswith(OF_VALIDATION)}
             if "validation_dataset" in changed or not self._has_its_best(engine, state, say):
                 state.forget_best()

@@ -255,13 +255,11 @@ def _is_learned(message: dict, where: str, role: str, row: Row) -> bool:
         value = message.pop(name)
         if value not in (0, 1):  # True and False are
             raise PlanError(f"{where}.{name}' is {value!r}, must be 0 or 1: a turn is learned or not. Change it.")
-        if name != "weight" and value and role != "assistant":
-            raise PlanError(
-                f"{where}.{name}' is {json.dumps(value)} on a turn of {role}: only the assistant's are learned. Remove "
-                "it."
-            )
         if value and role != "assistant":
-            row.note(f"weight of a turn of {role} is not read: only the assistant's are learned")
+            only = "only the assistant's are learned"
+            if name != "weight":
+                raise PlanError(f"{where}.{name}' is {json.dumps(value)} on a turn of {role}: {only}. Remove it.")
+            row.note(f"weight of a turn of {role} is not read: {only}")
         learned = learned and bool(value)
     return learned
 

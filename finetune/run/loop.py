@@ -114,7 +114,8 @@ def run_steps(
         writer.publish(engine, state.best_step)
         evaluate(engine, data, plan, state, log, writer, stop, of_step=state.best_step)
     elif not stop.requested() and plan.output.save_model and later:
-        writer.publish(engine, state.step)
+        with log.phase("saving"):
+            writer.publish(engine, state.step)
     if not stop.requested():
         summary.sample_after = sample(summary.scored_answer)
     state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)

@@ -1,4 +1,4 @@
-"""What a run says and keeps where it is resumed with other flags, other held-out rows, or without its log."""
+"""Results and lines of runs that are resumed with other flags, with other held-out rows, or without their log."""
 
 import os
 import shutil
