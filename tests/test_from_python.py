@@ -254,12 +254,17 @@ def test_values_that_json_lacks_become_its_or_are_named():
         "b": np.array([1, 2]),
         "c": float("nan"),
         "d": datetime.date(2026, 1, 2),
-        "e": "\ud83d",
+        "e": "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
     }
-    written = json.loads(Path(as_file([row], "x")).read_bytes().decode("utf-8", "surrogatepass"))
-    assert written == {"a": 0.5, "b": [1, 2], "c": None, "d": "2026-01-02", "e": "\ud83d"}
+    written = json.loads(Path(as_file([row], "x")).read_bytes())
+    assert written == {"a": 0.5, "b": [1, 2], "c": None, "d": "2026-01-02", "e": "\U0001f600"}
+    half = "is not Unicode text (lone surrogate \\ud83d, character 2). Remove it, as " + (
+        "text.encode(errors='replace').decode() does."
+    )
     for rows, text in (
         ([{"a": 1}, {"a": b"x"}], "x, row 2: column a is bytes, which is no text, number or list. Convert it."),
+        ([{"a": ["z\ud83d"]}], f"x, row 1: column a {half}"),
+        ([{"z\ud83d": 1}], f"x, row 1: {half}"),
         ([{"a": 1}, 5], "x, row 2: is int, not a dict. Give rows as dicts."),
         ([{"a": 1}, ITS_OWN], "x, row 2: contains itself, or is nested too deeply. Give plain values."),
         (iter([]), "x: has no rows. Give some."),

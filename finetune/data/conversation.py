@@ -34,6 +34,7 @@ from finetune.data.messages import (
 )
 from finetune.errors import PlanError
 
+TAGGED = re.compile(r"\s*<([\w-]+)>.*</\1>\s*", re.S)  # a message that brings the marks around it
 INLINE_THOUGHT = re.compile(r"\s*(?:<think>)?(.*)</think>", re.S)  # at the front of an answer's content
 
 
@@ -229,6 +230,8 @@ class Conversation:
                         self.row.note(f"the {what} of an answer is altered or left out by the chat template")
             elif not all(_is_in(piece, whole) for piece in self._pieces(message["content"])):
                 self.row.note(f"a message of {message['role']} is altered or left out by the chat template")
+            elif (tag := TAGGED.fullmatch(message["content"])) and _is_in(f"<{tag[1]}>{message['content']}", whole):
+                self.row.note(f"a message of {message['role']} has <{tag[1]}> twice: the chat template writes it too")
 
 
 def wanted_of(message: dict) -> Iterator[tuple[str, str]]:

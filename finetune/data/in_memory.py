@@ -199,14 +199,17 @@ def _plain_rows(value: Any, where: str, keep: Callable[[bytes], str]) -> Iterato
             raise PlanError(f"{source}: is {type(row).__name__}, not a dict. Give rows as dicts.")
         check_no_repeated(row, source)
         try:
-            plain = {str(name): _plain(part, f"{source}: column {name}", keep) for name, part in row.items()}
+            plain = {
+                _unicode(str(name), f"{source}:"): _plain(part, f"{source}: column {name}", keep)
+                for name, part in row.items()
+            }
         except RecursionError:
             raise PlanError(f"{source}: contains itself, or is nested too deeply. Give plain values.") from None
         yield source, with_class_names(without_added_nulls(plain), features) if is_table else plain
 
 
 def _line(row: dict) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
 def _rewritten(written: Path, nulls: NullsOfRows) -> Path:
@@ -214,7 +217,7 @@ def _rewritten(written: Path, nulls: NullsOfRows) -> Path:
     without = written.with_name("rows-without-nulls")
     with open(written, "rb") as file, _opened(without) as kept:
         for line in file:
-            kept.write(_line(nulls.without(json.loads(line.decode("utf-8", "surrogatepass")))))
+            kept.write(_line(nulls.without(json.loads(line))))
     return without
 
 
@@ -222,7 +225,9 @@ def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
     """A value as JSON has it: numbers and arrays of numpy as Python's, what is missing as null, and images by the
     digest under which `keep` writes them.
     """
-    if value is None or isinstance(value, str | bool | int):
+    if isinstance(value, str):
+        return _unicode(value, where)
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, bytes) and has_signature(value):
         return {"sha256": keep(value)}
@@ -234,7 +239,7 @@ def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         check_no_repeated(value, where)
-        return {str(k): _plain(v, where, keep) for k, v in value.items()}
+        return {_unicode(str(k), where): _plain(v, where, keep) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v, where, keep) for v in value]
     if isinstance(value, datetime.date | datetime.datetime):
@@ -242,6 +247,19 @@ def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     raise PlanError(f"{where} is {type(value).__name__}, which is no text, number or list. Convert it.")
+
+
+def _unicode(text: str, where: str) -> str:
+    """The text. Raises PlanError for half of a pair of surrogates, which no file of UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise PlanError(
+            f"{where} is not Unicode text (lone surrogate {half}, character {error.start + 1}). Remove it, as "
+            "text.encode(errors='replace').decode() does."
+        ) from None
+    return text
 
 
 def given_images(value: Any, where: str) -> tuple[ImageReference, ...]:

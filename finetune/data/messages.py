@@ -320,7 +320,10 @@ def _call(call: Any, where: str, row: Row) -> dict:
     if isinstance(arguments, str):
         try:
             if arguments.strip():
-                arguments = strict_json(arguments)
+                value = strict_json(arguments)
+                for numeral in rewritten_numerals(arguments):
+                    row.note("a number of a tool call is learned as JSON writes it", example=numeral)
+                arguments = value
             else:
                 arguments = {}
         except ValueError as error:
@@ -331,6 +334,13 @@ def _call(call: Any, where: str, row: Row) -> dict:
     if isinstance(call.get("id"), str):
         call_id = {"id": call["id"]}
     return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def rewritten_numerals(text: str) -> list[str]:
+    """The decimals of a JSON text that its value, written again, has otherwise: 1.10 or 1E3."""
+    decimals: list[str] = []
+    json.loads(text, parse_float=decimals.append)
+    return [numeral for numeral in decimals if json.dumps(float(numeral)) != numeral]
 
 
 def _parsed_calls(content: Any, where: str) -> list:

@@ -8,8 +8,9 @@ import re
 
 import pytest
 
+from finetune.data.columns import RowOptions, RowReader
 from finetune.errors import PlanError
-from tests.support.chats import rendered, targets, text, with_template
+from tests.support.chats import documents_of, rendered, targets, text, with_template
 from tests.support.templates import TEMPLATES
 
 TOOLS = [
@@ -111,6 +112,30 @@ def test_several_calls_at_once_are_one_answer_or_refused_by_the_template(make_to
     tokenizer = make_tokenizer(tmp_path / "llama", chat_template=TEMPLATES["Llama-3.1"])
     with pytest.raises(PlanError, match=r"rejects this row \(This model only supports single tool-calls at once!\)"):
         rendered({"messages": messages, "tools": TOOLS}, "chat", tokenizer)
+
+
+def notices_of(messages, tokenizer) -> dict:
+    """{text: (count, example)} of a row's notices."""
+    read = RowReader(RowOptions.of("chat")).read({"messages": messages}, "rows.jsonl:1")
+    documents_of(read, tokenizer)
+    return {text: (count, read.notices.examples.get(text)) for text, count in read.notices.counts.items()}
+
+
+def test_numbers_that_json_writes_otherwise_are_named(make_tokenizer, tmp_path):
+    tokenizer = make_tokenizer(tmp_path, chat_template=TEMPLATES["Qwen2.5"])
+    for arguments, counted in (('{"a": 1.10, "b": [1E3, 1.5, 7, "1.10"]}', 2), ('{"a": 1.5, "b": -0.25, "c": 10}', 0)):
+        messages = conversation("call_1", arguments)
+        found = notices_of(messages, tokenizer).get("a number of a tool call is learned as JSON writes it", (0, None))
+        assert found == (counted, "1.10" if counted else None)
+
+
+def test_a_result_that_brings_the_templates_marks_is_named(make_tokenizer, tmp_path):
+    tokenizer = make_tokenizer(tmp_path, chat_template=TEMPLATES["Qwen2.5"])
+    for content, counted in (("<tool_response>\n21 C\n</tool_response>", 1), ("<weather>21 C</weather>", 0)):
+        messages = conversation("call_1", "{}")
+        messages[2]["content"] = content
+        named = "a message of tool has <tool_response> twice: the chat template writes it too"
+        assert notices_of(messages, tokenizer).get(named, (0,))[0] == counted
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -20,7 +20,11 @@ def text(document):
 
 def rendered(row, fmt, tokenizer):
     """The documents of one row, as tokenize() makes them."""
-    read = RowReader(RowOptions.of(fmt)).read(row, "rows.jsonl:1")
+    return documents_of(RowReader(RowOptions.of(fmt)).read(row, "rows.jsonl:1"), tokenizer)
+
+
+def documents_of(read, tokenizer):
+    """The documents of a row that was read."""
     if not uses_template(read, bool(tokenizer.chat_template)):
         return [render_text(read, tokenizer)]
     conversation = Conversation.of(read, TemplateWords.of(tokenizer))
