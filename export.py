@@ -27,7 +27,7 @@ from finetune.callers_process import callers_process
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
-from finetune.model_files.files import ModelFiles, tokenizer_folder
+from finetune.model_files.files import ModelFiles, lacks_tokenizer, tokenizer_folder
 from finetune.model_files.hub_upload import check_upload, upload
 from finetune.system.files import check_new, new_folder
 from finetune.system.program import started_as
@@ -269,6 +269,8 @@ def merge_into(folder: Path, checkpoint: Path, files: ModelFiles, args: Namespac
     if args.verify == "logits":
         off = merge.compare_logits(checkpoint, files, folder)
         lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
+    if line := lacks_tokenizer(checkpoint, files):
+        lines.append(f"note: {line}")
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint, files))
     save_tokenizer(tokenizer, folder, files.tokenizer_folder)
     record = HeadRecord.read(checkpoint)

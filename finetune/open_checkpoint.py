@@ -26,7 +26,14 @@ from finetune.errors import PlanError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
-from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of, tokenizer_folder
+from finetune.model_files.files import (
+    ModelFiles,
+    find_base,
+    find_model,
+    lacks_tokenizer,
+    started_in_of,
+    tokenizer_folder,
+)
 from finetune.model_files.processor import sees_images
 from finetune.model_files.published import check_is_latest, verify_texts
 from finetune.model_files.tokenizer import FullTokenizer, generation_ends, load_tokenizer, pad_id
@@ -294,7 +301,8 @@ def open_engine(
     files = found.files
     manager = found.manager
     base = found.base
-    for line in base.lines if ranks.is_first and not getattr(args, "quiet", False) else ():
+    lines = (lacks_tokenizer(Path(checkpoint), files), *base.lines)
+    for line in filter(None, lines) if ranks.is_first and not getattr(args, "quiet", False) else ():
         say(line, file=sys.stderr)
     tokenizer = load_tokenizer(tokenizer_folder(Path(checkpoint), files))
     if manager.backend is Backend.MLX:

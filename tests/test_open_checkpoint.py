@@ -196,6 +196,22 @@ def test_a_trained_adapter_is_opened(trained, program, rows_file, tmp_path):
     assert open_with(program, trained, rows_file, tmp_path) == 0
 
 
+@pytest.mark.parametrize("program", ["generate", "score", "export"])
+def test_an_adapter_without_a_tokenizer_is_said_to_be_asked_with_that_of_its_base(
+    trained, program, rows_file, tmp_path, capsys
+):
+    """As in a step's folder that was copied out of its run, whose template may be another."""
+    open_with(program, trained, rows_file, tmp_path)
+    said = "tokenizer: that of "
+    captured = capsys.readouterr()
+    assert said not in captured.out + captured.err
+    alone = tmp_path / "alone"
+    shutil.copytree(trained, alone, ignore=shutil.ignore_patterns("tokenizer*", "manifest.json", "chat_template*"))
+    open_with(program, alone, rows_file, tmp_path / "again")
+    captured = capsys.readouterr()
+    assert f"with its chat template, as {alone} has none" in captured.out + captured.err
+
+
 OF_BASE = [case for case in DAMAGED if case.startswith(("base is", "revision", "config is", "digest"))]  # not by --to
 OPENED = [(p, case) for p in PROGRAMS for case in DAMAGED if "--to" not in p or case not in OF_BASE]
 # A case of each kind of damage by each program, and the others by one.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from finetune.data.answer_marks import AnswerMarks
 from finetune.data.chat_template import Rendering, request_of
-from finetune.data.columns import Row
+from finetune.data.columns import OF_TASKS, Row
 from finetune.data.formats import Document, Span, joined_question, question_and_answer
 from finetune.data.images.marks import IMAGE_MARK, marked_in, with_plain_marks
 from finetune.data.images.references import ImageReference
@@ -65,6 +65,7 @@ class Turn:
 class Conversation:
     """A row for the chat template. `answers`: indices of the assistant's messages; `learned`: the targets.
 
+    A row of a head without answers of its own, as of --task classify, has none: all of it is read.
     `begun`: {index of an answer: its beginning, which is part of the prompt}. `variables`: the template's switches.
     `images`: what the marks in its messages represent, in order.
     """
@@ -81,18 +82,16 @@ class Conversation:
     @classmethod
     def of(cls, row: Row, template: TemplateWords) -> "Conversation":
         """Raises PlanError naming the row's source and the field."""
-        messages, learned = turns_of(row)
-        begun: dict[int, str] = {}
-        if row.format == "prompt_completion":
-            messages, learned, begun = joined_answers(messages, learned)
-            if begun:
-                row.note("a prompt ends with the beginning of the assistant's answer, which is continued")
+        messages, learned, begun = joined_answer(*turns_of(row))
+        if begun:
+            row.note("a prompt ends with the beginning of the assistant's answer, which is continued")
         messages = with_plain_contents(with_known_roles(messages, template), template.specials, row)
         tools = tool_schemas(row.get("tools"), row.columns.get("tools", "tools"), row.source)
         check_rendered(messages, tools, template, row)
         if template.short_ids:
             messages = with_nine_character_ids(messages)
-        answers = tuple(_answers(messages, row))
+        is_read = row.options.task in OF_TASKS  # as a whole, to its last message
+        answers = () if is_read else tuple(_answers(messages, row))
         asked = answers[-1:] if row.options.last_turn else answers
         targets = [i for i in asked if learned[i]]
         variables = template_variables(row, template)
@@ -170,11 +169,13 @@ class Conversation:
             note_unread_fields(self.messages, rendering.unread, self.row)
             check_tools(self.tools, rendering.unread, self.row)
         if not self.answers:
+            if count and self.row.options.task in OF_TASKS:
+                self._count_unrendered({}, texts[0])
             return [Document((Span(texts[0], False),), from_template=True, add_eos=False, images=self.images)]
         pairs = zip(self.answers, texts[::2], texts[1::2], strict=True)
         turns = [self._turn(i, before, after, marks) for i, before, after in pairs]
         if count:
-            self._count_unrendered(turns)
+            self._count_unrendered(dict(zip(self.answers, turns, strict=True)), turns[-1].whole)
         documents = _documents_of_turns(turns)
         if not self.images:
             return documents
@@ -193,7 +194,7 @@ class Conversation:
         answer, end, ends_in_text = marks.split(rest, "tool_calls" in message)
         unlearned = _place_after(self.begun.get(i, ""), answer)
         if self.row.options.mask_reasoning:
-            unlearned = max(unlearned, _place_after(thought_of(message), answer))
+            unlearned = max(unlearned, _thought_end(message, answer))
         return Turn(before, answer, end, ends_in_text, is_target, unlearned)
 
     def _after_prompt(self, i: int, before: str, after: str) -> str:
@@ -213,11 +214,9 @@ class Conversation:
             "it. Add --chat_template chatml to train with another template."
         )
 
-    def _count_unrendered(self, turns: list[Turn]) -> None:
-        """Counts what the template leaves out: of an answer that is learned, in its own turn's text."""
-        whole = turns[-1].whole
-        turn_of = dict(zip(self.answers, turns, strict=True))
-        for i, message in enumerate(self.messages[: self.answers[-1] + 1]):
+    def _count_unrendered(self, turn_of: dict[int, Turn], whole: str) -> None:
+        """Counts what the template leaves out of the whole text: of an answer that is learned, in its own turn's."""
+        for i, message in enumerate(self.messages[: max(turn_of, default=len(self.messages)) + 1]):
             if i in self.learned and len(self.learned) > 1 and _is_empty(message):
                 self.row.note("an empty answer among others is not learned")
             if i in turn_of:
@@ -226,7 +225,8 @@ class Conversation:
                 else:
                     rendered = whole
                 for what, wanted in wanted_of(message):
-                    if not _is_in(wanted, rendered) and (what == "text" or turn_of[i].is_target):
+                    place = _before_text(message, rendered) if what == "reasoning" else rendered
+                    if not _is_in(wanted, place) and (what == "text" or turn_of[i].is_target):
                         self.row.note(f"the {what} of an answer is altered or left out by the chat template")
             elif not all(_is_in(piece, whole) for piece in self._pieces(message["content"])):
                 self.row.note(f"a message of {message['role']} is altered or left out by the chat template")
@@ -236,12 +236,19 @@ class Conversation:
 
 def wanted_of(message: dict) -> Iterator[tuple[str, str]]:
     """(kind, text) of each part of an answer."""
-    inline = INLINE_THOUGHT.match(message["content"])
-    yield "text", message["content"][inline.end() :] if inline else message["content"]
+    yield "text", said_by(message)
     yield "reasoning", thought_of(message)
     for call in message.get("tool_calls", ()):
         yield "tool call", call["function"]["name"]
         yield from (("tool call", text) for text in _leaves(call["function"]["arguments"]))
+
+
+def said_by(message: dict) -> str:
+    """An answer's content without the thoughts at its front."""
+    inline = INLINE_THOUGHT.match(message["content"])
+    if inline:
+        return message["content"][inline.end() :]
+    return message["content"]
 
 
 def thought_of(message: dict) -> str:
@@ -264,6 +271,25 @@ def _is_in(wanted: str, text: str) -> bool:
     forms = {wanted, json.dumps(wanted)[1:-1], json.dumps(wanted, ensure_ascii=False)[1:-1]}
     squeezed = "".join(text.split())
     return any("".join(form.split()) in squeezed for form in forms)
+
+
+def _before_text(message: dict, answer: str) -> str:
+    """The part of a rendered answer before its own text: its thoughts, if the template writes them."""
+    said = said_by(message).strip()
+    if said and said in answer:
+        return answer[: answer.rindex(said)]
+    return answer
+
+
+def _thought_end(message: dict, answer: str) -> int:
+    """The number of characters up to the end of the thoughts in a rendered answer; 0 if the template leaves them out.
+    A thought's words are elsewhere too: in the answer, and inside of the marks around it.
+    """
+    thought = thought_of(message)
+    if not thought:
+        return 0
+    whole = re.compile(rf"(?<![A-Za-z0-9_</|]){re.escape(thought)}(?![A-Za-z0-9_>|])")
+    return max((found.end() for found in whole.finditer(_before_text(message, answer))), default=0)
 
 
 def _place_after(begun: str, answer: str) -> int:
@@ -300,15 +326,19 @@ def _answers(messages: list[dict], row: Row) -> Iterator[int]:
 # ------ a row's messages
 
 
-def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
-    """(messages, whether each is learned if it is an answer) of a row of any format that a template renders."""
+def turns_of(row: Row) -> tuple[list[dict], list[bool], int]:
+    """(messages, whether each is learned if it is an answer, the number of those in the prompt of a completion) of a
+    row of any format that a template renders.
+    """
+    asked = 0
     if row.format == "chat":
         if "messages" not in row.values:
             raise PlanError(f"{row.source}: field {row.columns['messages']!r} is missing, must be a list of messages.")
         messages, learned = chat_messages(row.get("messages"), row.columns["messages"], row)
-        note_turns(messages, row)
+        if row.options.task not in OF_TASKS:
+            note_turns(messages, row)
     elif row.format == "prompt_completion":
-        messages, learned = _prompted(row)
+        messages, learned, asked = _prompted(row)
     else:
         messages = past_turns(row.get("history"), row.columns.get("history", "history"), row.source)
         question, extra, answer = question_and_answer(row)
@@ -320,11 +350,14 @@ def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
             row.note("a turn of the user is empty")
     system = system_text(row)
     whole = with_system(messages, system, row.columns.get("system", "system"), row.source)
-    return whole, [True] * (len(whole) - len(messages)) + learned
+    added = len(whole) - len(messages)
+    return whole, [True] * added + learned, asked and asked + added
 
 
-def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
-    """Messages of a prompt and a completion, one of them a list: only the completion's turns are learned."""
+def _prompted(row: Row) -> tuple[list[dict], list[bool], int]:
+    """Messages of a prompt and a completion, one of them a list, and the number of the prompt's: only the completion's
+    turns are learned.
+    """
     prompt = row.get("prompt")
     completion = row.get("completion")
     if isinstance(completion, str):
@@ -341,7 +374,7 @@ def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
         if not any(prompt.strip() in text for text in (*said, "\n\n".join(said))):
             raise PlanError(_two_questions(row))
         row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
-        return answer, learned
+        return answer, learned, 0
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     question, _ = chat_messages(prompt, row.columns["prompt"], row)
@@ -350,7 +383,7 @@ def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
         row.note(f"messages of {row.columns['prompt']!r} that {row.columns['completion']!r} repeats are read once")
     elif question[-1]["role"] == "user" and answer[0]["role"] in ("user", "system", "developer"):
         raise PlanError(_two_questions(row))
-    return question + answer[repeated:], [False] * len(question) + learned[repeated:]
+    return question + answer[repeated:], [False] * len(question) + learned[repeated:], len(question)
 
 
 def _two_questions(row: Row) -> str:
@@ -372,27 +405,20 @@ def _repeated(question: list[dict], answer: list[dict]) -> int:
     return 0
 
 
-def joined_answers(messages: list[dict], learned: list[bool]) -> tuple[list[dict], list[bool], dict[int, str]]:
-    """(messages, whether each is learned, {index: its beginning}) where a prompt ends with the beginning of the answer.
-
-    Both are one turn of the assistant: it is continued, not closed.
+def joined_answer(
+    messages: list[dict], learned: list[bool], asked: int
+) -> tuple[list[dict], list[bool], dict[int, str]]:
+    """(messages, whether each is learned, {index: its beginning}) where a prompt, the first `asked` messages, ends with
+    the beginning of the answer. Both are one turn of the assistant: it is continued, not closed.
     """
-    found: list[dict] = []
-    begun: dict[int, str] = {}
-    kept: list[bool] = []
-    for message, is_learned in zip(messages, learned, strict=True):
-        before = {}
-        if found:
-            before = found[-1]
-        follows = before.get("role") == message["role"] == "assistant" and "tool_calls" not in before
-        if follows and is_learned and not kept[-1]:
-            begun[len(found) - 1] = before["content"]
-            found[-1] = {**before, **message, "content": before["content"] + message["content"]}
-            kept[-1] = True
-        else:
-            found.append(message)
-            kept.append(is_learned)
-    return found, kept, begun
+    if not 0 < asked < len(messages):
+        return messages, learned, {}
+    begun, rest = messages[asked - 1 : asked + 1]
+    if not (begun["role"] == rest["role"] == "assistant" and "tool_calls" not in begun and learned[asked]):
+        return messages, learned, {}
+    whole = {**begun, **rest, "content": begun["content"] + rest["content"]}
+    joined = [*messages[: asked - 1], whole, *messages[asked + 1 :]]
+    return joined, learned[: asked - 1] + learned[asked:], {asked - 1: begun["content"]}
 
 
 # ------ documents

@@ -296,7 +296,14 @@ def token_document(row: Row) -> tuple[np.ndarray, np.ndarray]:
             )
         is_target = marks != IGNORE_INDEX
     else:
+        if len(odd := marks[(marks != 0) & (marks != 1)]):
+            raise PlanError(f"{row.source}: field {row.columns['labels']!r} has {odd[0]}, must be 0 or 1 (learned).")
         is_target = marks != 0
+    if len(odd := mask[(mask != 0) & (mask != 1)]):
+        raise PlanError(
+            f"{row.source}: field {row.columns['attention_mask']!r} has {odd[0]}, must be 0 or 1: texts that a program "
+            "packed into one row and numbered would be learned as one. Write each as a row."
+        )
     keep = mask != 0
     return ids[keep].astype(np.int32), is_target[keep]
 

@@ -14,7 +14,8 @@ from finetune.data.reading.stream import SourceStream, Stream, StreamedFile
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import rank_rows
 from finetune.data.tokens.encode import RowEncoder
-from finetune.data.tokens.tokenize import Limits, encode_row, joined_parts, notice_lines
+from finetune.data.tokens.overlong import CUTS
+from finetune.data.tokens.tokenize import EncodedRow, Limits, encode_row, joined_parts, notice_lines
 from finetune.engine import Batch, Engine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
@@ -102,8 +103,7 @@ class StreamedData(Data):
                 parts += batch.parts
                 sources += [source] * len(batch.parts)
                 numbers += [number] * len(batch.parts)
-                if batch.empty:
-                    self.encoders[number].reader.notices.add("an answer is empty and not learned", source)
+                _count(batch, source, self.encoders[number].reader.notices)
             if bad and source not in self.skipped:  # once, however often the dataset is read
                 if len(self.skipped) >= skip_bad_rows:
                     more = len(self.skipped) + 1
@@ -134,6 +134,16 @@ class StreamedData(Data):
     def close(self) -> None:
         for encoder in self.encoders:
             encoder.__exit__(None, None, None)
+
+
+def _count(row: EncodedRow, source: str, notices: Notices) -> None:
+    """Counts what a row lost."""
+    if row.empty:
+        notices.add("an answer is empty and not learned", source)
+    for name in row.cuts:
+        notices.add(f"a row over --context_length is {CUTS[name]}", source)
+    if row.num_lost:
+        notices.add("tokens of such rows are not learned", source, row.num_lost)
 
 
 def first_rows(source: Source, plan: DataPlan, split: str) -> RawDataset:

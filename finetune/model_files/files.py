@@ -93,6 +93,14 @@ def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:
     return files.tokenizer_folder
 
 
+def lacks_tokenizer(checkpoint: Path, files: ModelFiles) -> str:
+    """The line on an adapter without a tokenizer, as in a step's folder that was copied out of its run; else empty."""
+    own = tokenizer_folder(checkpoint, files)
+    if own != files.tokenizer_folder or files.folder.resolve() == checkpoint.resolve():
+        return ""
+    return f"tokenizer: that of {files.name} with its chat template, as {checkpoint} has none"
+
+
 def generation_config_of(folder: Path) -> dict | None:
     """generation_config.json of a model's folder; None without one. Raises JsonFileError."""
     file = folder / GENERATION

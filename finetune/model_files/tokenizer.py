@@ -266,6 +266,18 @@ def opened_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids[:1]
 
 
+ENOUGH = 8  # last tokens of a prompt by which a tokenizer knows where in a text it is
+
+
+def continued_ids(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
+    """Ids of a text after a prompt's. A tokenizer of SentencePiece puts a space before a text that stands alone."""
+    before = tokenizer.decode(list(prompt)[-ENOUGH:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    alone, joined = tokenizer([before, before + text], add_special_tokens=False).input_ids
+    if before and joined[: len(alone)] == alone:
+        return joined[len(alone) :]
+    return tokenizer(text, add_special_tokens=False).input_ids  # its first token has the prompt's end too
+
+
 def end_ids(tokenizer: Tokenizer, folder: Path | None = None) -> set[int]:
     """Stop token ids that the model's files name: the tokenizer's EOS and those of `model_ends`."""
     ids = {id for id in (tokenizer.eos_token_id,) if id is not None}

@@ -25,7 +25,7 @@ from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.estimate.traced import traceable_shape
 from finetune.model_files.classes import class_of, reads_last_token
 from finetune.model_files.demo_model import DEMO_MODEL
-from finetune.model_files.files import ModelFiles, find_model_of, tokenizer_folder, with_new_tokens
+from finetune.model_files.files import ModelFiles, find_model_of, lacks_tokenizer, tokenizer_folder, with_new_tokens
 from finetune.model_files.hub_ranges import model_on_paper
 from finetune.model_files.hub_upload import check_upload
 from finetune.model_files.processor import sees_images
@@ -122,6 +122,8 @@ def make_plan(
         plan.shape.tracer.close()
     if adapter:
         check_fit(adapter, plan.shape)
+        if files and (line := lacks_tokenizer(adapter.folder, files)):
+            plan = replace(plan, notices=(*plan.notices, line))
     if plan.output.overwrite and not (saved and saved.continues):
         check_not_removed(plan.output.folder, read_by(plan), "--output_dir", "--overwrite")
     plan = with_files_checked(plan, on_paper)

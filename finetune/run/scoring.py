@@ -23,7 +23,7 @@ from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
 from finetune.engine import Batch, Engine, FineTuningEngine
 from finetune.generation import Prompt, legible
-from finetune.model_files.tokenizer import FullTokenizer
+from finetune.model_files.tokenizer import FullTokenizer, continued_ids
 from finetune.parts.answer_metrics import choices_among, judges
 from finetune.system.files import replace
 from finetune.system.patterns import REMEDY
@@ -157,7 +157,7 @@ def log_prob_of(
     engine: FineTuningEngine, tokenizer: FullTokenizer, prompt: list[int], text: str, end: int | None
 ) -> float:
     """Log-probability of a text after a prompt, and of `end` after it, summed over the tokens. Collective."""
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+    ids = continued_ids(tokenizer, prompt, text)
     return log_prob_of_ids(engine, prompt, ids if end is None else [*ids, end])
 
 

@@ -3,6 +3,8 @@
 import codecs
 
 import pytest
+import tokenizers
+import transformers
 
 from finetune.config import TrainConfig
 from finetune.data.built_in_templates import BUILT_IN
@@ -10,10 +12,12 @@ from finetune.data.chat_template import marks_of, named_template
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.fit_template import fit_template, prepare_template
 from finetune.data.reading.rows import RawDataset
-from finetune.data.tokens.tokenize import render_sample, tokenize
+from finetune.data.tokens.tokenize import generation_examples, render_sample, tokenize
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import load_tokenizer
 from finetune.parts.data import DataPlan
 from tests.support.chats import with_template
+from tests.support.sentencepiece_bases import write_sentencepiece
 
 BEGIN = "{% for m in messages %}"
 END = "{% endfor %}{% if add_generation_prompt %}"
@@ -265,6 +269,30 @@ def test_a_prompt_that_ends_with_the_beginning_of_the_answer_is_continued(chat_t
     assert lines == ["a prompt ends with the beginning of the assistant's answer, which is continued: 1 x"]
 
 
+@pytest.mark.parametrize("content", ["A pear.", "  A pear.", "\nA pear."])
+def test_a_mark_that_takes_the_whitespace_after_it_is_no_target(tmp_path, content):
+    """As Phi-3's <|assistant|>, whose offsets in the text hold the whitespace that an answer begins with."""
+    write_sentencepiece(tmp_path, transformers.LlamaTokenizer)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = BEGIN + "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n" + END + "<|assistant|>\n{% endif %}"
+    how = dict(rstrip=True, special=True, normalized=False)
+    marks = [tokenizers.AddedToken(text, **how) for text in ("<|user|>", "<|assistant|>", "<|end|>")]
+    tokenizer.add_special_tokens({"extra_special_tokens": marks})
+    rows = [{"messages": [ASK, PEAR | {"content": content}]}]
+    raw = RawDataset(rows, ["0"], tuple(rows[0]), (), "", "rows", 0)
+    dataset = tokenize(raw, RowOptions(), tokenizer, 512)
+    assert render_sample(dataset, 0, tokenizer, False).endswith("<|assistant|>⟦A pear.<|end|>⟧")
+    ((prompt, expected, _),) = generation_examples(raw, RowOptions(), tokenizer)
+    assert expected == "A pear." and tokenizer.decode(prompt).endswith("<|assistant|>")
+
+
+def test_a_turn_of_the_completion_that_is_not_learned_stays_a_turn(chat_tokenizer):
+    answers = [{"role": "assistant", "content": "Wait.", "weight": 0}, PEAR]
+    (document,), lines = shown(chat_tokenizer, CHATML, {"prompt": [ASK], "completion": answers})
+    assert document.endswith("<|im_start|>assistant\nWait.<|im_end|>\n<|im_start|>assistant\n⟦A pear.<|im_end|>⟧")
+    assert lines == []
+
+
 STRIPS = NEXT_ROLE.replace("{{ m.content }}{% for c", "{{ m.reasoning_content if loop.last }}{{ m.content }}{% for c")
 
 
@@ -312,6 +340,19 @@ def test_reasoning_is_context_only_if_asked(chat_tokenizer, answer):
     assert document.endswith("<think>Pears are fruit.⟦</think>A pear.<|im_end|>⟧")
     (document,), _ = shown(chat_tokenizer, template, {"messages": [ASK, answer]})
     assert document.endswith("⟦<think>Pears are fruit.</think>A pear.<|im_end|>⟧")
+
+
+@pytest.mark.parametrize("thought", ["pear", "A pear.", "think", "n"])
+def test_a_thought_that_the_answer_or_a_mark_repeats_hides_neither(chat_tokenizer, thought):
+    """Its words elsewhere are no thought; with a template that leaves thoughts out, that is said."""
+    answer = {"role": "assistant", "content": "A pear.", "reasoning_content": thought}
+    rows = {"messages": [ASK, answer]}
+    (document,), lines = shown(chat_tokenizer, CHATML + "{# reasoning_content #}", rows, mask_reasoning=True)
+    assert document.endswith("<|im_start|>assistant\n⟦A pear.<|im_end|>⟧")
+    assert any("the reasoning of an answer is altered or left out" in line for line in lines)
+    template = CHATML.replace("{{ m.content }}", THINKS + "{{ m.content }}")
+    (document,), _ = shown(chat_tokenizer, template, rows, mask_reasoning=True)
+    assert document.endswith(f"<think>{thought}⟦</think>A pear.<|im_end|>⟧")
 
 
 @pytest.mark.parametrize("system", [[], [SYSTEM]])

@@ -11,6 +11,7 @@ from finetune.data.tokens.token_cache import TokenCache
 from finetune.data.tokens.tokenize import Limits, joined_datasets, render_sample, tokenize
 from finetune.data.tokens.workers import tokenize_on_cores
 from finetune.errors import PlanError
+from tests.support.chats import FORGETFUL, with_template
 from tests.support.rows import jsonl
 
 PAIRS, LABELS = RowOptions(pairs=True), RowOptions(labels=True)
@@ -73,11 +74,25 @@ def test_a_prompt_that_answers_of_several_turns_do_not_contain_is_kept(prompt, t
         assert text.startswith(TURN.format("Hello") + "⟦Hi.<|im_end|>⟧") and text.count("⟦") == 2
 
 
+def test_of_several_turns_the_last_alone_is_said_to_be_learned_where_the_template_rewrites_earlier_ones(
+    tmp_path, chat_tokenizer
+):
+    first = HI | {"content": "Hm|Hi."}
+    row = {"prompt": [HELLO], "chosen": [first, MORE, HI], "rejected": [first, MORE, NO]}
+    tokenizer = with_template(chat_tokenizer, FORGETFUL)
+    dataset = read(tmp_path, tokenizer, [row])
+    assert [text.count("⟦") for text in shown(dataset, tokenizer)] == [1, 1]
+    said = "only the last turn of an answer is learned: the chat template writes those before it otherwise: 2 x"
+    assert said in dataset.notices
+    assert not read(tmp_path, tokenizer, [{**row, "chosen": [HI], "rejected": [NO]}]).notices
+
+
 @pytest.mark.parametrize("layout", ["padding_free", "padded"])
 def test_a_pair_whose_half_is_empty_or_too_long_is_left_out_whole(layout, tmp_path, plain_tokenizer):
     rows = [EXPLICIT, EXPLICIT | {"rejected": ""}, EXPLICIT | {"chosen": "yes " * 90}]
     dataset = read(tmp_path, plain_tokenizer, rows, context_length=40, overlong="drop")
     assert shown(dataset, plain_tokenizer) == TEXTS["a prompt and two answers"][1] and len(set(dataset.sources)) == 1
+    assert dataset.counts["dropped_empty"] == dataset.counts["dropped_long"] == 1
     (batch,) = microbatches(dataset, range(1), layout, 8, 10**6, pad_id=0)
     assert batch.rows == (0, 1)
 

@@ -606,6 +606,16 @@ REFUSED = {  # name: (files, the line, flags)
         "a.jsonl:1: labels[0] is 6, input_ids[0] is 5. A label must be the token itself",
         {},
     ),
+    "token ids of several texts, numbered by the mask": (
+        {"a.jsonl": lines({"input_ids": [5, 6, 7, 8], "attention_mask": [1, 1, 2, 2]})},
+        "a.jsonl:1: field 'attention_mask' has 2, must be 0 or 1: texts that a program packed into one row",
+        {},
+    ),
+    "token ids with a mask of labels": (
+        {"a.jsonl": lines({"input_ids": [5, 6, 7], "loss_mask": [-100, -100, 1]})},
+        "a.jsonl:1: field 'loss_mask' has -100, must be 0 or 1 (learned).",
+        {},
+    ),
     "a missing field": (
         {"a.jsonl": lines({"prompt": "a", "completion": "b"}, {"prompt": "a"})},
         "a.jsonl:2: field 'completion' is missing, must be a string.",

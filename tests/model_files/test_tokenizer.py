@@ -11,7 +11,7 @@ import transformers
 import train
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
-from finetune.model_files.tokenizer import TokenizerTrial, generation_ends, load_tokenizer
+from finetune.model_files.tokenizer import TokenizerTrial, continued_ids, generation_ends, load_tokenizer
 from finetune.system.untrusted import tokenizer_failures
 from tests.support import tiny
 from tests.support.commands import refused
@@ -216,6 +216,19 @@ def test_a_plan_knows_tokens_that_the_config_alone_lists(tiny_model, tmp_path):
     text = "<s>system<|im_end|> hi</s>"
     found = PlainTokenizer.from_folder(folder)([text]).encodings[0].ids
     assert found == load_tokenizer(folder)(text).input_ids == load_tokenizer(tiny_model)(text).input_ids
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("prompt", ["the 3 capital?\n", "capital:", "<s>capital</s>", "the ", "7 8 9 "])
+def test_a_text_after_a_prompt_has_the_tokens_that_are_learned(prefix, prompt, tmp_path):
+    """A tokenizer of SentencePiece puts a space before a text that stands alone."""
+    write_sentencepiece(tmp_path, transformers.LlamaTokenizer, prefix=prefix)
+    tokenizer = load_tokenizer(tmp_path)
+    before = tokenizer(prompt, add_special_tokens=False).input_ids
+    for text in ("Paris", "France", " Paris", "7 and"):
+        whole = tokenizer(prompt + text, add_special_tokens=False).input_ids
+        if whole[: len(before)] == before:
+            assert continued_ids(tokenizer, before, text) == whole[len(before) :]
 
 
 @pytest.mark.parametrize("kept", [["tokenizer.model"], ["vocab.json", "merges.txt"]])

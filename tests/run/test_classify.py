@@ -14,9 +14,11 @@ import export
 import generate
 import score
 from finetune.adapters.heads import HeadRecord
-from finetune.data.columns import Row
+from finetune.data.columns import Row, RowOptions
 from finetune.data.labels import in_order, label_of
+from finetune.data.reading.rows import RawDataset
 from finetune.data.settled_by_rows import settled_lines
+from finetune.data.tokens.tokenize import tokenize
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.classes import class_of, reads_last_token
 from finetune.run.head_scores import Confusions, of_classes
@@ -262,6 +264,21 @@ def test_messages_are_rendered_by_the_template_and_names_may_be_given(flags, tmp
     assert start["data"]["tokens"] == sum(lengths) - pads
     assert json.loads((tmp_path / "o" / "head.json").read_text())["labels"] == ["red", "blue", "green"]
     assert set(result.classify(rows[0]["messages"])) == set(WORDS)
+
+
+@pytest.mark.parametrize("task", ["classify", "embed"])
+def test_a_conversation_is_read_to_its_last_message_as_its_template_renders_it(task, chat_tokenizer):
+    said = (("user", "hi"), ("assistant", "What is it?"), ("user", "bye"), ("assistant", "Bye."))
+    messages = [{"role": role, "content": text} for role, text in said]
+    for number in range(1, 5):
+        row = {"text": messages[:number], "label": "a"}
+        if task == "embed":
+            row = {"anchor": messages[:number], "positive": "hello"}
+        raw = RawDataset([row], ["0"], tuple(row), (), "", "rows", 0)
+        names = ("a", "b") if task == "classify" else ()
+        rows = tokenize(raw, RowOptions(task=task, class_names=names), chat_tokenizer, 512)
+        rendered = chat_tokenizer.apply_chat_template(messages[:number]).input_ids
+        assert rows.document(0)[0].tolist() == rendered and rows.notices == ()
 
 
 def test_a_text_is_asked_as_the_rows_were_learned(trained, flags, tmp_path, capsys):

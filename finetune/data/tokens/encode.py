@@ -101,7 +101,7 @@ class RowEncoder:
             return self._encoded([self._read(row, source) for row, source in zip(rows, sources, strict=True)])
         answers = [self._answers(row, source) for row, source in zip(rows, sources, strict=True)]
         encoded = iter(self._encoded([answer for row in answers for answer, _ in row]))
-        found = [_last_of_each([(next(encoded), label) for _, label in row]) for row in answers]
+        found = [_last_of_each([(read, next(encoded), label) for read, label in row]) for row in answers]
         if options.has_head:
             return [row if isinstance(row, PlanError) else [self._for_head(each) for each in row] for row in found]
         return found
@@ -263,6 +263,11 @@ class RowEncoder:
         return rendered
 
     @cached_property
+    def takes_whitespace(self) -> list[int]:
+        """Ids of added tokens to whose text the whitespace after it belongs, as of Phi-3's <|assistant|>."""
+        return [number for number, token in self.tokenizer.added_tokens_decoder.items() if token.rstrip]
+
+    @cached_property
     def joins_space(self) -> bool:
         """True if the tokenizer makes one token of a space and the word after it."""
         apart, together = self.tokenizer(
@@ -298,7 +303,9 @@ class RowEncoder:
                     f"{first}: the model's own processor makes other tokens of a text with images than its tokenizer "
                     "of the same text. Rows with images cannot be learned with this model."
                 )
-            of_document = _with_targets(item.document, text, encoding, self.tokenizer.eos_token_id)
+            of_document = _with_targets(
+                item.document, text, encoding, self.tokenizer.eos_token_id, self.takes_whitespace
+            )
             images = tuple(image.digest.encode() for image in item.document.images)
             is_image = None
             if images:
@@ -309,9 +316,14 @@ class RowEncoder:
 
 
 def _last_of_each(answers: list[tuple]) -> list[Encoded] | PlanError:
-    """A document per answer: the last one, if its template has several."""
-    wrong = next((documents for documents, _ in answers if isinstance(documents, PlanError)), None)
-    return wrong or [replace(documents[-1], label=int(label)) for documents, label in answers]
+    """A document per answer: the last one, if its template has several. `answers`: (row, documents, label) of each."""
+    wrong = next((documents for _, documents, _ in answers if isinstance(documents, PlanError)), None)
+    if wrong:
+        return wrong
+    for read, documents, _ in answers:
+        if len(documents) > 1 and not read.options.has_head:
+            read.note("only the last turn of an answer is learned: the chat template writes those before it otherwise")
+    return [replace(documents[-1], label=int(label)) for _, documents, label in answers]
 
 
 def _end(document: Encoded) -> int:
@@ -340,8 +352,9 @@ def _placed(document: Document) -> Iterator[tuple[Span, int, int]]:
 
 
 def _with_targets(
-    document: Document, text: str, encoding: Any, eos_id: int | None
+    document: Document, text: str, encoding: Any, eos_id: int | None, takes_whitespace: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray, Callable[[int], str]]:
+    """(ids, targets, see Encoded.answer_text). `takes_whitespace`: ids whose offsets hold whitespace after them."""
     ids = np.array(encoding.ids, np.int32)
     if not len(ids):
         return np.zeros(1, np.int32), np.zeros(1, bool), str
@@ -352,10 +365,11 @@ def _with_targets(
     trimmed = np.minimum(starts, before)
     starts = np.where(starts == ends, trimmed, starts)
     is_target = np.zeros(len(ids), bool)
+    is_mark = np.isin(ids, takes_whitespace)
     answer_end = len(text)
     for span, first, end in _placed(document):
         if span.is_target and span.text:
-            is_target |= (starts < end) & (ends > first)
+            is_target |= (starts < end) & (ends > first) & ~(is_mark & (starts < first))
             if not span.is_end:
                 answer_end = end
     if document.add_eos and eos_id is not None and is_target.any():

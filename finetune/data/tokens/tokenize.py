@@ -238,6 +238,18 @@ class EncodedRow:
     labels: list[int] = field(default_factory=list)
     images: list[tuple[bytes, ...]] = field(default_factory=list)
 
+    @property
+    def num_lost(self) -> int:
+        """Tokens over the context length that are not learned."""
+        return tokens_lost(self.full, self.cuts, sum(len(ids) for ids, _ in self.parts))
+
+
+def tokens_lost(full: list[int], cuts: list[str], kept: int) -> int:
+    """Tokens that a row lost to the context length. `full`: of its documents before any cut; `kept`: after it."""
+    if cuts and set(cuts) != {"split"}:
+        return max(0, sum(full) - kept)
+    return 0
+
 
 @dataclass
 class EncodedBatch:
@@ -321,7 +333,8 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
             found.labels.append(document.label)
             found.images.append(document.images)
     if options.documents > 1 and len(found.parts) != options.documents:  # one part alone says nothing
-        return replace(found, parts=[], labels=[], images=[], empty=1)
+        is_cut = "dropped_long" in found.cuts
+        return replace(found, parts=[], labels=[], images=[], empty=0 if is_cut else 1)
     if options.pairs and all(map(np.array_equal, *found.parts)):  # what differs was over the context length
         found.cuts.append("alike")
     return found
@@ -360,8 +373,7 @@ class Builder:
                 self.counts[name] += 1
             for name in ("dropped_empty",) * bool(empty) + tuple(cuts):
                 self.first.setdefault(name, source)
-            if cuts and set(cuts) != {"split"}:
-                self.counts["tokens_lost"] += max(0, sum(full) - kept)
+            self.counts["tokens_lost"] += tokens_lost(full, cuts, kept)
 
     def finished(
         self, reader: RowReader, tokenizer: Tokenizer, num_rows: int, images: ImageInputs | None = None

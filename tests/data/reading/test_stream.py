@@ -257,6 +257,17 @@ def test_what_later_rows_have_is_said_at_the_end(tmp_path, run, capsys):
     assert "an answer is empty and not learned: 1 x" in said[1]
 
 
+@pytest.mark.parametrize(("overlong", "fate"), [("auto", "truncated at the start"), ("drop", "dropped: too long")])
+def test_what_later_rows_lose_to_the_context_length_is_said_at_the_end(overlong, fate, tmp_path, run, capsys):
+    later = [row | {"prompt": "long " * 40 + row["prompt"]} for row in ROWS[6:12]]
+    file = jsonl(tmp_path / "a.jsonl", [*ROWS[:6], *later])
+    how = dict(streaming=True, shuffle_buffer=6, max_steps=3, num_epochs=None, context_length=64, overlong=overlong)
+    run(dataset=file, **how)
+    said = [line for line in capsys.readouterr().out.splitlines() if "while training" in line]
+    assert any(f"a row over --context_length is {fate}" in line and line.endswith(": 6 x") for line in said)
+    assert any("tokens of such rows are not learned" in line for line in said)
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
