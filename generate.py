@@ -27,7 +27,7 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
     process.require_installed()
 
 from finetune.callers_process import callers_process
-from finetune.cli import Parser, check_ranges
+from finetune.cli import Parser
 from finetune.data.images.rows import IMAGE_NAMES
 from finetune.data.meanings import EARLIER, OF_CONVERSATIONS, PART_OF_PROMPT, is_nothing, meaning_of, plain_name
 from finetune.data.reading.packed import row_suffix
@@ -35,14 +35,13 @@ from finetune.data.reading.readers import MAX_LINE_BYTES, PROSE, READERS
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import Generator
 from finetune.errors import PlanError
-from finetune.run.answers import answers_of, begun, content_of, not_utf8, prompt_ids, shown_images
+from finetune.run.answers import answers_of, begun, check_sampling, content_of, not_utf8, prompt_ids, shown_images
 from finetune.system.terminal import say
 
 MOST_LABELS = 5  # of a prompt that are printed
 # Columns of a row that belong to what is asked.
 OF_JSON = (".jsonl", ".ndjson", ".json")  # suffixes of files whose lines are rows
 BESIDE_A_PROMPT = {*IMAGE_NAMES, *OF_CONVERSATIONS, "history", "messages", "input", "question", "query"}
-GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
 
 def build_parser() -> Parser:
@@ -163,8 +162,12 @@ def lines_of(ranks: Ranks) -> Iterator[str]:
         yield line
 
 
-def converse(reply: Callable[[list[tuple[str, str]]], str], args: Namespace, ranks: Ranks) -> None:
-    """--interactive. `reply(turns)` prints an answer and returns it; recursive models are answered in the same way."""
+def converse(
+    reply: Callable[[list[tuple[str, str]]], str], args: Namespace, ranks: Ranks, has_template: bool = True
+) -> None:
+    """--interactive. `reply(turns)` prints an answer and returns it; recursive models are answered in the same way.
+    `has_template`: a system message is seen.
+    """
     turns = begun(args.system)
     if args.prompt is not None:
         turns.append(("user", args.prompt))
@@ -183,7 +186,9 @@ def converse(reply: Callable[[list[tuple[str, str]]], str], args: Namespace, ran
             say(f"{odd}, and is not sent. Write it in UTF-8.\n{prompting}", end="" if prompting else "\n")
             continue
         word, _, rest = text.partition(" ")
-        if word in ("/reset", "/system"):
+        if word == "/system" and not has_template:
+            say("/system: no chat template says it here. Put it into the message.")
+        elif word in ("/reset", "/system"):
             if word == "/system":
                 system = rest.strip() or None
             else:
@@ -271,10 +276,7 @@ def check(args: Namespace) -> None:
             raise PlanError(f"--{flag}: {odd}. Write it in UTF-8.")
     if args.raw and args.system is not None:
         raise PlanError("--system: is said by the chat template, which --raw leaves out. Omit one of them.")
-    limits = {"max_new_tokens": (1, 10**6), "temperature": (0, 100), "top_k": (0, 10**6), "top_p": (0, 1)}
-    check_ranges(args, limits | {"batch_size": (1, 10**4)})
-    if args.temperature < GREEDY_BELOW:
-        args.temperature = 0.0
+    check_sampling(args)
 
 
 def compared(args: Namespace) -> tuple[str, str]:
@@ -388,7 +390,8 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
     shown = None
     engine, tokenizer, ends = opened
     engine.seed(args.seed)
-    if args.interactive and not (recursive or args.raw or tokenizer.chat_template):
+    has_template = recursive or not args.raw and bool(tokenizer.chat_template)
+    if args.interactive and not (has_template or args.raw):
         say("note: this model has no chat template: each message is continued as it is, without what was said before")
 
     def reply(turns: list[tuple[str, str]]) -> str:
@@ -408,7 +411,7 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
         if args.image:
             shown = shown_images(args.image, args.found, tokenizer)
             stack.callback(shown.inputs.close)
-        converse(reply, args, ranks)
+        converse(reply, args, ranks, has_template)
     if args.verbose and base:
         work = Work(ranks.size, longest[0], args.max_new_tokens)  # each takes part with a row
         used = open_checkpoint.memory_of(engine, args.checkpoint, base, work)

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
 
 from finetune.callers_process import callers_process
 from finetune.checkpoint.store import storage
-from finetune.cli import Parser
+from finetune.cli import Parser, check_amounts
 from finetune.distributed.over_ranks import Ranks
 from finetune.errors import PlanError
 from finetune.parts import answer_metrics
@@ -80,11 +80,7 @@ def build_parser() -> Parser:
 
 def check(args: Namespace) -> None:
     """Raises PlanError for flags that contradict themselves, before anything is loaded."""
-    for name in ("context_length", "max_new_tokens", "batch_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise PlanError(f"--{name} {getattr(args, name)}: must be >= 1.")
-    if args.samples == 0 or args.samples < -1:
-        raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
+    check_amounts(args)
     if args.predictions:
         file = Path(args.predictions)
         if file.exists():

@@ -177,8 +177,19 @@ def _word(value: object) -> str:
 def check_ranges(args: Namespace, ranges: dict[str, tuple]) -> None:
     """Raises PlanError for a number outside of its range: {name: (smallest, largest)}."""
     for name, (low, high) in ranges.items():
-        if not low <= getattr(args, name) <= high:
-            raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to {high}.")
+        value = getattr(args, name)
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise PlanError(f"--{name} {value}: must be {low} to {high}.")
+
+
+def check_amounts(args: Namespace) -> None:
+    """Raises PlanError for a number of rows or tokens to score that is out of its range."""
+    for name in ("context_length", "max_new_tokens", "batch_size"):
+        value = getattr(args, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise PlanError(f"--{name} {value}: must be >= 1.")
+    if not isinstance(args.samples, int) or args.samples == 0 or args.samples < -1:
+        raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
 
 
 def _underscored(arg: str) -> str:

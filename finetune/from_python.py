@@ -15,7 +15,7 @@ from fastcore.meta import delegates
 
 from finetune.adapters.heads import HeadRecord
 from finetune.callers_process import Beside, callers_process, only_run
-from finetune.cli import parse_named
+from finetune.cli import check_amounts, parse_named
 from finetune.config import FIELDS, NAMES
 from finetune.data.images.references import ImageReference
 from finetune.data.in_memory import as_file, given_images, is_rows
@@ -281,7 +281,7 @@ class Result(TrainState):
         `system`: a system message for chat models. `raw`: continue the prompt as it is, without the chat template.
         `images`: one or a list, which each prompt shows: paths, bytes of files, or pictures of Pillow's.
         """
-        from finetune.run.answers import answers_of
+        from finetune.run.answers import answers_of, check_sampling
 
         record = self._head()
         if record is not None:
@@ -298,6 +298,7 @@ class Result(TrainState):
             system=system, raw=raw, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             seed=seed, batch_size=batch_size,
         )  # fmt: skip
+        check_sampling(how)
         references = given_images(images, "generate(images=...)")
         with self._at_work() as opened, contextlib.ExitStack() as stack:
             shown = None
@@ -366,6 +367,10 @@ class Result(TrainState):
         from finetune.run.scored_rows import score_rows
         from finetune.trained_base import text_unit_of
 
+        amounts = Namespace(
+            context_length=context_length, max_new_tokens=max_new_tokens, batch_size=batch_size, samples=samples
+        )
+        check_amounts(amounts)
         with warnings_not_raised():
             if is_rows(dataset):
                 name = as_file(dataset, "score(dataset)")

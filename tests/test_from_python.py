@@ -342,6 +342,21 @@ def test_the_result_answers_and_scores_as_the_scripts_do(trained, tmp_path, caps
     assert sum(p.numel() for p in result.model.parameters()) > 0 and result.tokenizer.chat_template
 
 
+def test_what_is_asked_out_of_its_range_or_not_said_is_refused(trained):
+    result, _ = trained
+    with pytest.raises(PlanError, match="system: raw leaves the chat template out, which says it"):
+        result.generate("Hello", raw=True, system="Be brief.")
+    wrong = dict(max_new_tokens=0, temperature=-1.0, top_p=-3, top_k=-4, batch_size=0)
+    for name, value in wrong.items():
+        with pytest.raises(PlanError, match=f"--{name} {value}: must be "):
+            result.generate("Hello", **{name: value})
+    for name, value in dict(max_new_tokens=0, samples=-7, context_length=0, batch_size=0).items():
+        with pytest.raises(PlanError, match=f"--{name} {value}: must be "):
+            result.score(ROWS, **{name: value})
+    how = dict(raw=True, max_new_tokens=3)
+    assert result.generate("Hello", temperature=1e-300, **how) == result.generate("Hello", **how)
+
+
 def test_what_has_no_model_says_so(tiny_model, tmp_path):
     planned = fine_tune(model_name=str(tiny_model), dataset=ROWS, dry_run=True, output_dir=str(tmp_path / "o"), **SMALL)
     assert planned.status == "planned"

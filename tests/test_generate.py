@@ -123,6 +123,11 @@ def test_a_system_message_that_nothing_can_say_is_refused(tiny_model, tmp_path, 
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
     assert generate.main([*argv[:-4], "--interactive"]) == 0
     assert "each message is continued as it is" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n/system Be kind.\n/system Be kind.\ntwo\n"))
+    assert generate.main([*argv[:-4], "--interactive"]) == 0
+    assert capsys.readouterr().out.count("/system: no chat template says it here.") == 2
+    with pytest.raises(PlanError, match="system: .*plain has no chat template, which says it"):  # the other model's
+        generate.main(["--checkpoint", str(tiny_model), *argv[2:], "--compare", argv[1]])
 
 
 def test_an_adapter_is_compared_with_its_base(tiny_model, rows_file, tmp_path, capsys):

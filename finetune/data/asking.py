@@ -4,13 +4,13 @@ answer, so that every format can be read.
 
 from dataclasses import replace
 
+from finetune.data.blocks import ROLES
 from finetune.data.columns import FORMATS, Format, Notices
 from finetune.data.meanings import is_nothing
 from finetune.data.reading.rows import RawDataset
 from finetune.errors import PlanError
 
 STANDS_FOR_ANSWER = "\u2603"  # merges with no prompt's last token
-ASSISTANTS = ("assistant", "gpt", "model", "ai", "bot")
 # Columns that hold what is expected where the format's own are missing, as rows for rewards have them.
 EXPECTED = ("answer", "ground_truth", "solution", "reference", "reference_answer", "expected", "target")
 ASKS = {
@@ -130,8 +130,8 @@ def _chat(row: dict, name: str, messages: list[dict], missing: str | None) -> di
         speaker = last["role"]
     else:
         speaker = last.get("from")
-    if not isinstance(speaker, str) or speaker.lower() in ASSISTANTS:
-        return row
+    if not isinstance(speaker, str) or ROLES.get(speaker.lower(), "assistant") == "assistant":
+        return row  # answered, or refused when it is read
     expected, rest = _expected(row, missing)
     if expected is None:
         return row

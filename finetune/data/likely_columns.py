@@ -39,7 +39,7 @@ ABOUT_ROWS = re.compile(
     r"|fecha|tags?|split|origin|project|\w+_by|lead_time|role|object|method|reason|code|max_\w+|tokens|temperature)$",
     re.I,
 )
-ASSISTANTS = ("assistant", "gpt", "model")
+ASSISTANTS = ("assistant", "gpt", "chatgpt", "model")
 NOT_TEXT = re.compile(
     r"\W*|[-+]?[\d.,: /T-]+(Z|%|[-+]\d\d:\d\d)?|\w+://\S+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I
 )

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from finetune.errors import PlanError
+from finetune.model_files.config_values import AGAIN
 from finetune.safetensors_io import digest_of
 from finetune.system.files import cache_folder, locked_in_cache, replace
 from finetune.system.json_files import JsonFileError, read_json
@@ -36,6 +37,14 @@ def model_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
             check_blob(path, found)
             digest.update(f"{path.name} {found}\n".encode())
     return PREFIX + digest.hexdigest()
+
+
+def remedy_of(path: Path) -> str:
+    """The remedy for a damaged file of a model: one of the Hub's cache is downloaded again once it is gone."""
+    blob = path.resolve()
+    if blob.parent.name == "blobs":
+        return f"Remove {blob}, and it is downloaded again."
+    return AGAIN
 
 
 def check_blob(path: Path, digest: str | None = None) -> None:

@@ -22,7 +22,7 @@ from finetune.errors import PlanError, first_line
 from finetune.model_files import older_expansion
 from finetune.model_files.config_values import AGAIN, check_sizes, check_values, shown
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
-from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
+from finetune.model_files.digest import PREFIX, model_digest, remedy_of, sampled_digest
 from finetune.model_files.entries import check_entries
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
 from finetune.model_files.published import check_is_latest, verify_texts
@@ -530,11 +530,11 @@ def check_safetensors(path: Path, label: str) -> int:
     """Validates a file with the safetensors library: header, dtypes, overlaps, gaps, size. The numbers it holds."""
     check_readable(path, label)
     if path.suffix == ".npz":
-        with untrusted(f"{label}: {path.name} is damaged", AGAIN):
+        with untrusted(f"{label}: {path.name} is damaged", remedy_of(path)):
             return sum(math.prod(shape) for shape in npz_shapes(path).values())
     from safetensors import safe_open
 
-    with untrusted(f"{label}: {path.name} is damaged", AGAIN):
+    with untrusted(f"{label}: {path.name} is damaged", remedy_of(path)):
         with safe_open(path, framework="numpy") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys()]
     if not shapes:

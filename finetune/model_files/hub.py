@@ -192,7 +192,8 @@ def in_time(
 ) -> Answer:
     """The answer of the Hub that `ask()` returns. Raises huggingface_hub's HTTPError once it has taken `limit_s`
     (default: ANSWER_S) and a second for each SLOWEST_RATE bytes `received`: every byte of a Hub that drips would be in
-    time by itself. `meanwhile(seconds waited)` is called each second, and may raise.
+    time by itself. However much came before, at most `limit_s` are left for the rest. `meanwhile(seconds waited)` is
+    called each second, and may raise.
     """
     from huggingface_hub.errors import HTTPError
 
@@ -200,10 +201,16 @@ def in_time(
         limit_s = ANSWER_S
     answer = in_background(ask, wait_at_exit=False)
     began = time.monotonic()
+    left = limit_s
+    waited = 0.0
+    here = 0
     while not answer.done():
+        before = waited
         waited = time.monotonic() - began
         meanwhile(waited)
-        left = limit_s + received() / SLOWEST_RATE - waited
+        grown = received() - here
+        here += grown
+        left = min(limit_s, left + grown / SLOWEST_RATE - (waited - before))
         if left <= 0:
             raise HTTPError(f"timed out: no whole answer in {waited:.0f} s")
         wait([answer], min(left, 1.0))
@@ -328,6 +335,10 @@ def hub_errors(repo_id: str, revision: str | None, said: str, may_be_missing: bo
         reason = f"{endpoint()}: {first_line(error)}"
     except hub.HFValidationError as error:
         reason = first_line(error)
+    except OSError as error:
+        if error.errno is not None:  # of this machine's files
+            raise
+        reason = f"{endpoint()}: {first_line(error)}"
     raise PlanError(
         f"{said}: no such folder, and no Hub model of that name could be reached ({reason}). {nearest(Path(repo_id))}"
     )

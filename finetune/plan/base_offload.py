@@ -6,7 +6,7 @@ from backend_manager import Backend
 from finetune.backend.machine import system_memory
 from finetune.errors import PlanError
 from finetune.estimate.budget import UNIFIED, MemoryBudget, gib
-from finetune.estimate.memory import layers_bytes
+from finetune.estimate.memory import layers_bytes, outer_file_bytes
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine
@@ -169,7 +169,8 @@ def packed_cache(asked: Asked, facts: Facts, ranks: Ranks, quantizes: bool, trai
     shape = facts.known_shape
     if shape is None:
         return
-    size = layers_bytes(ModelCost(shape, trial))
+    cost = ModelCost(shape, trial)
+    size = layers_bytes(cost) + outer_file_bytes(cost)
     if size < SAID_FROM_BYTES and not offloads:
         return
     where = str(cache_folder("packed")) if asked.packed_cache == "auto" else asked.packed_cache

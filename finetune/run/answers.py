@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.cli import check_ranges
 from finetune.data.formats import Document, Span
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.images.marks import IMAGE_MARK
@@ -14,6 +15,8 @@ from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.open_checkpoint import Found
+
+GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
 
 def not_utf8(text: str) -> str | None:
@@ -26,6 +29,14 @@ def not_utf8(text: str) -> str | None:
             return f"has the byte 0x{code - 0xDC00:02x}, which is not UTF-8"
         return f"has half of a surrogate pair, \\u{code:04x}, which is not UTF-8"
     return None
+
+
+def check_sampling(args: Namespace) -> None:
+    """Takes temperatures that no logits are divided by as greedy. Raises PlanError for numbers out of their ranges."""
+    limits = {"max_new_tokens": (1, 10**6), "temperature": (0, 100), "top_k": (0, 10**6), "top_p": (0, 1)}
+    check_ranges(args, limits | {"batch_size": (1, 10**4)})
+    if args.temperature < GREEDY_BELOW:
+        args.temperature = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,12 +72,16 @@ def prompt_ids(
 ) -> list[int]:
     """Token ids of (role, text) turns as in training: rendered by the chat template if the tokenizer has one.
     Otherwise, or with `raw`, the last turn's text as it is. `shown`: images of the first question, in the places
-    that it has for them or before it. Raises PlanError for a text that is not UTF-8, and places that are not as many.
+    that it has for them or before it. Raises PlanError for a text that is not UTF-8, for other numbers of places, and
+    for a system message without a template.
     """
     odd = next((odd for _, text in turns if (odd := not_utf8(text))), None)
     if odd:
         raise PlanError(f"prompt: {odd}. Give it in UTF-8.")
     if raw or not tokenizer.chat_template:
+        if any(role == "system" for role, _ in turns):
+            why = "raw leaves the chat template out" if raw else f"{tokenizer.name_or_path} has no chat template"
+            raise PlanError(f"system: {why}, which says it. Put it into the prompt.")
         from finetune.model_files.tokenizer import opened_ids
 
         if shown is not None:
@@ -141,9 +156,11 @@ def content_of(tokenizer: FullTokenizer, ids: list[int], raw: bool) -> str:
     text, plain = (tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (False, True))
     if raw or text == plain:
         return text
+    from finetune.data.answer_marks import special_pattern
     from finetune.data.chat_template import marks_of
 
-    prefix = marks_of(tokenizer).prefix
-    if prefix and prefix in text:
-        return text.rpartition(prefix)[2]
+    marks = marks_of(tokenizer)
+    pattern = special_pattern(marks.specials)
+    if pattern and pattern.search(marks.prefix):  # a space or a line break is in answers too
+        return text.rpartition(marks.prefix)[2]
     return text

@@ -1,10 +1,12 @@
 """What a turn teaches, by templates of each form that models publish: its text, its end, and what a line says."""
 
 import codecs
+import copy
 
 import pytest
 import tokenizers
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from finetune.config import TrainConfig
 from finetune.data.built_in_templates import BUILT_IN
@@ -284,6 +286,19 @@ def test_a_mark_that_takes_the_whitespace_after_it_is_no_target(tmp_path, conten
     assert render_sample(dataset, 0, tokenizer, False).endswith("<|assistant|>⟦A pear.<|end|>⟧")
     ((prompt, expected, _),) = generation_examples(raw, RowOptions(), tokenizer)
     assert expected == "A pear." and tokenizer.decode(prompt).endswith("<|assistant|>")
+
+
+@pytest.mark.parametrize("row", [{"prompt": "q:", "completion": "yes"}, {"text": "yes"}])
+def test_what_a_tokenizer_puts_after_each_text_is_no_end_of_an_answer(plain_tokenizer, row):
+    """As Qwen3-Embedding's, whose EOS is another token."""
+    tokenizer = copy.deepcopy(plain_tokenizer)
+    pad = "<s>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {pad}", special_tokens=[(pad, tokenizer.convert_tokens_to_ids(pad))]
+    )
+    raw = RawDataset([row], ["0"], tuple(row), (), "", "rows", 0)
+    shown = render_sample(tokenize(raw, RowOptions(), tokenizer, 512), 0, tokenizer, False)
+    assert shown.endswith("es</s>⟧") and pad not in shown[3:]
 
 
 def test_a_turn_of_the_completion_that_is_not_learned_stays_a_turn(chat_tokenizer):

@@ -194,5 +194,9 @@ def test_an_answer_ends_with_what_ends_the_last_turn_and_is_what_follows_its_mar
     ).input_ids
     assert content_of(tokenizer, ids, raw=False) == "A1"
     assert content_of(tokenizer, ids, raw=True) == tokenizer.decode(ids)
+    tokenizer.chat_template = THINKS.replace("<s>final</s>", " ")  # a space before an answer, as of Mistral's
+    ids = tokenizer(" one two<|end|> three four", add_special_tokens=False).input_ids
+    assert marks_of(tokenizer).prefix == " "
+    assert content_of(tokenizer, ids, raw=False) == tokenizer.decode(ids)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     assert replace(marks_of(tokenizer), specials=()) == AnswerMarks()

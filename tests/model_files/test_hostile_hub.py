@@ -4,9 +4,11 @@ import contextlib
 import hashlib
 import itertools
 import json
+import threading
 import time
 
 import pytest
+from huggingface_hub.errors import HTTPError
 
 import train
 from finetune.callers_process import callers_process
@@ -73,6 +75,12 @@ def refused(ask) -> str:
     return str(error.value)
 
 
+def test_a_file_of_another_size_than_was_announced_is_one_line(endpoint, tmp_path):
+    """As a proxy sends it that packs what it passes on."""
+    ANSWERS["config.json"] = lambda content: content + b" " * 5000
+    assert "Consistency check failed: file should be of size" in refused(lambda: hub_folder("org/tiny", None, "it"))
+
+
 def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch, tiny_model):
     monkeypatch.setattr(hub, "ANSWER_S", 0.7)
     monkeypatch.setattr(hub_upload, "UPLOAD_TIMEOUT_S", 0.7)
@@ -93,6 +101,14 @@ def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch,
         began = time.monotonic()
         assert "timed out: no whole answer in" in refused(ask), part
         assert time.monotonic() - began < 10
+
+
+def test_a_download_that_stops_after_a_fast_beginning_has_the_same_end(monkeypatch):
+    monkeypatch.setattr(hub, "SLOWEST_RATE", 1)
+    began = time.monotonic()
+    with pytest.raises(HTTPError, match="timed out: no whole answer in"):
+        hub.in_time(threading.Event().wait, received=lambda: 10**9, limit_s=0.5)
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("answer", [b"null", b"[]", b"7", b'{"sha": 5, "siblings": [{"rfilename": null}]}', b"<html>"])

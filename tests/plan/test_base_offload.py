@@ -1,5 +1,7 @@
 """Where the plan puts the frozen layers, and where it keeps them packed."""
 
+import re
+
 import pytest
 
 from backend_manager import Backend
@@ -78,6 +80,10 @@ def test_the_packed_base_is_kept_where_one_process_quantizes_it_and_its_size_is_
     said = [n for n in planned(64, **ONE_ROW).notices if "packed base takes" in n]
     assert len(said) == 1 and "GiB of disk" in said[0]
     assert not [n for n in planned(64, **ONE_ROW, packed_cache="none").notices if "packed base" in n]
+    (beside,) = [n for n in planned(64, **ONE_ROW, base_offload="disk").notices if "packed base takes" in n]
+    sizes = [float(re.search("takes ([0-9.]+) GiB", line)[1]) for line in (beside, said[0])]
+    outer = 2 * SMALL.vocab_size * SMALL.hidden_size * 4 / GIB  # embedding and head, in files of their own
+    assert abs(sizes[0] - sizes[1] - outer) < 0.02
     for changes in (dict(train_type="lora"), dict(train_type="qlora", world_size=2)):
         assert planned(64, **changes).settings.packed_cache == "none"
     given = planned(64, train_type="lora", packed_cache="/somewhere")

@@ -25,6 +25,11 @@ from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts.objectives import EMBED
 from finetune.system.untrusted import untrusted
 
+NO_TEMPLATE = (
+    "needs a chat template, and the run began without one, as its first rows need none. Begin it with --chat_template "
+    "chatml, or remove the row."
+)
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -228,6 +233,8 @@ class RowEncoder:
                     ids, is_target = token_document(read)
                     rendered.append([Encoded(ids, is_target, self._text_from(ids))])
                 elif uses_template(read, bool(self.tokenizer.chat_template)):
+                    if not self.tokenizer.chat_template:  # of rows that are streamed, the first decide
+                        raise PlanError(f"{read.source}: {NO_TEMPLATE}")
                     conversation = Conversation.of(read, self.template)
                     requests.append(conversation.request())
                     asked.append((len(rendered), conversation))
@@ -373,6 +380,11 @@ def _with_targets(
             if not span.is_end:
                 answer_end = end
     if document.add_eos and eos_id is not None and is_target.any():
+        own = len(ids)  # without what the tokenizer puts after each text, as Qwen3-Embedding's, which is no end
+        while encoding.special_tokens_mask[own - 1] and ids[own - 1] != eos_id:
+            own -= 1
+        ids = ids[:own]
+        is_target = is_target[:own]
         if ids[-1] != eos_id:
             ids = np.append(ids, np.int32(eos_id))
             is_target = np.append(is_target, False)

@@ -239,6 +239,16 @@ def test_a_bad_row_saves_what_was_trained_and_the_run_goes_on_without_it(tmp_pat
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
+def test_a_later_row_that_needs_a_chat_template_is_a_bad_row(tmp_path, run):
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    rows = [{"question": f"{i}?", "answer": "x"} for i in range(8)]
+    file = jsonl(tmp_path / "a.jsonl", [*rows, chat])
+    how = dict(dataset=file, streaming=True, shuffle_buffer=4, max_steps=8, num_epochs=None)
+    with pytest.raises(PlanError, match=r"a.jsonl:9: needs a chat template, .* Resume with --skip_bad_rows 1"):
+        run(**how)
+    assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), skip_bad_rows=1).step == 8
+
+
 def test_a_bad_row_counts_once_over_passes_and_resumes(tmp_path, run):
     file = jsonl(tmp_path / "a.jsonl", [*ROWS[:8], {"prompt": "a"}, *ROWS[8:12]])
     streaming = dict(dataset=file, streaming=True, shuffle_buffer=6, num_epochs=None, skip_bad_rows=1)
