@@ -7,7 +7,7 @@
     python benchmarks/memory_table.py --draw 1 30 cells drawn at random from architectures, widths, kinds and precisions
     python benchmarks/memory_table.py --rewards 1 24 cells of runs that sample answers
     python benchmarks/memory_table.py --mlx 1     18 cells of what the MLX engine trains
-    python benchmarks/memory_table.py --others 1  24 cells of teachers, long rows, new tokens, last layers, uneven rows
+    python benchmarks/memory_table.py --others 1  39 cells of teachers, long and uneven rows, new tokens, heads and optimizers
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """
@@ -170,9 +170,14 @@ OTHER_FLAGS = {
     "new_tokens": {"train_type": "lora", "new_tokens": NEW_TOKENS},
     "last": {"train_type": "full", "num_layers": 2},
     "uneven": {"train_type": "lora", "dataset": "uneven.jsonl", "context_length": 512, "max_steps": 24},
+    "embed": {"train_type": "lora", "task": "embed", "dataset": "near.jsonl", "batch_size": 32},
+    "embed_full": {"train_type": "full", "task": "embed", "dataset": "near.jsonl", "batch_size": 32},
+    "classify": {"train_type": "lora", "task": "classify", "dataset": "classes.jsonl", "batch_size": 32},
+    "adafactor": {"train_type": "full", "optimizer": "adafactor"},
+    "lion": {"train_type": "full", "optimizer": "lion"},
 }
 FLAGS |= OTHER_FLAGS
-NUM_OTHERS = 24
+NUM_OTHERS = 3 * len(OTHER_FLAGS)
 # Of --rewards: answers to each prompt differ, so that all are learned from.
 REWARD = """
 def even(prompts, answers, rows):
@@ -323,6 +328,11 @@ def make_rows(folder: Path) -> None:
     write_json_lines(folder / "pairs.jsonl", pairs)
     write_json_lines(folder / "labels.jsonl", [row | {"label": i % 2 == 0} for i, row in enumerate(rows)])
     (folder / "reward.py").write_text(REWARD)
+    near = [{"anchor": row["prompt"], "positive": row["completion"]} for row in rows]
+    write_json_lines(folder / "near.jsonl", near)
+    write_json_lines(
+        folder / "classes.jsonl", [{"text": row["completion"], "label": "ab"[i % 2]} for i, row in enumerate(rows)]
+    )
     for name, least, most in (("long", 300, 900), ("uneven", 10, 400)):
         texts = [" ".join(draw.choices(words, k=draw.randint(least, most))) for _ in range(2 * NUM_ROWS)]
         write_json_lines(folder / f"{name}.jsonl", [{"text": text} for text in texts])

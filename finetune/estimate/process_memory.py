@@ -46,6 +46,8 @@ HEAP_PART_ODD_RECOMPUTED = 1.6
 def library_bytes(m: ModelCost) -> int:
     """Bytes of code that is paged in and of its workspaces; on a CPU of bitsandbytes too, if it is there and used."""
     found = LIBRARY_BYTES.get(m.device, LIBRARY_BYTES["cuda"])
+    if m.device == "cpu":
+        found += OPTIMIZERS[m.plan.steps.optimizer].code_bytes
     quantization = m.plan.quantization
     updates = OPTIMIZERS[m.plan.steps.optimizer].package == "bitsandbytes"
     dequantizes = quantization is not None and METHODS[quantization.method].cpu_kernel

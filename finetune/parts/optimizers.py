@@ -72,8 +72,8 @@ def three_copies(trained: Trained) -> int:
 
 
 def three_full_copies(trained: Trained) -> int:
-    """The same of a full matrix, whatever its shards."""
-    return max((12 * rows * columns for _, rows, columns in trained.matrices), default=0)
+    """The same of a full tensor, whatever its shards."""
+    return max((12 * rows * columns for rows, columns in trained.sizes), default=0)
 
 
 def copy_of_all(trained: Trained) -> int:
@@ -97,6 +97,8 @@ class OptimizerFacts:
     compute it. `update_bytes`: most bytes that the update of one tensor takes beside its state, where they count; of
     bitsandbytes', whose kernels take none, on a CPU. `offered`: the price at which it is offered to a run without room.
 
+    `code_bytes`: of its modules and of those that they import, beside the run's own.
+
     `eight_bit`: moments are stored in 8 bits. `takes_matrices`: its update takes full matrices. `tells_matrices`:
     weights of linears have an optimizer of their own. `averages_weights`: an average of the weights is evaluated and
     saved. `under_zero`: DeepSpeed's ZeRO steps it.
@@ -118,6 +120,7 @@ class OptimizerFacts:
     state_bytes: Callable[[Trained], int] | None = None
     update_bytes: Callable[[Trained], int] | None = None
     offered: str = ""
+    code_bytes: int = 0
     eight_bit: bool = False
     takes_matrices: bool = False
     tells_matrices: bool = False
@@ -196,6 +199,7 @@ OPTIMIZERS = {
         bytes_per_weight=0,
         state_bytes=factored_bytes,
         update_bytes=three_full_copies,
+        code_bytes=90 * 2**20,  # transformers' trainer, and peft: measured on a CPU
         takes_matrices=True,
         limits=(Limit("pp_degree", "gathers moments in the shapes of their weights, which Adafactor's do not have"),),
     ),

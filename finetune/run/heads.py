@@ -1,5 +1,6 @@
 """Outputs of an opened head for rows and texts: for score.py, generate.py and the result of fine_tune."""
 
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from finetune.estimate.inference import Work
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.objectives import EMBED
 from finetune.run import head_scores, scoring
+from finetune.system.terminal import say
 from finetune.trained_base import TrainedBase
 
 
@@ -127,9 +129,15 @@ def outputs_of_texts(
     raw = RawDataset(rows, sources, tuple(rows[0]), (), "", "the texts")
     options = with_text_options(options_for(record, RowOptions()), base.plan.data)
     read = DatasetSource.of(raw, options, Source(raw.description))
-    documents = rows_in(
-        engine, tokenizer, [read], Cut(base.context_length)
-    )  # each is read, whatever rows of a run were
+    cut = Cut(base.context_length)  # each is read, whatever rows of a run were
+    documents = rows_in(engine, tokenizer, [read], cut)
+    if documents.num_cut and engine.rank == 0:
+        say(
+            f"note: {documents.num_cut:,} of the texts are over --context_length "
+            f"{cut.within(engine.context_limit()).context_length:,} of the run, and read to there alone (the longest: "
+            f"{documents.full_lengths.max():,} tokens)",
+            file=sys.stderr,
+        )
     return outputs_of(engine, documents)[: len(texts)]
 
 

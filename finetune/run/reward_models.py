@@ -28,9 +28,20 @@ from finetune.run.opened_teacher import bytes_of, device_beside
 
 
 class RewardModel:
-    """A reward model that scores answers: each after its row's prompt, as its own training rendered rows."""
+    """A reward model that scores answers: each after its row's prompt, as its own training rendered rows. The first
+    ones that it reads in part are said by `say`.
+    """
 
-    def __init__(self, source: RewardSource, found: Found, plan: RunPlan, datasets: list[DatasetSource], env: RankEnv):
+    def __init__(
+        self,
+        source: RewardSource,
+        found: Found,
+        plan: RunPlan,
+        datasets: list[DatasetSource],
+        env: RankEnv,
+        say: Callable[[str], object],
+    ):
+        self.say: Callable[[str], object] | None = say
         self.flag = flag_of(source)
         self.options = {of_row: read.options for read in datasets for of_row in read.raw.sources}
         opened = open_checkpoint.open_engine(arguments(source, plan), Ranks.alone(env), found)
@@ -44,6 +55,13 @@ class RewardModel:
             raise PlanError(
                 f"{self.flag}: reads shorter rows than an answer after its prompt. Train it on longer ones."
             )
+        if documents.num_cut and self.say:
+            self.say(
+                f"note: {self.flag}: {documents.num_cut:,} of {len(asked):,} answers after their prompts are over the "
+                f"--context_length {self.base.context_length:,} that it was trained with, and are rewarded by what is "
+                f"within (the longest: {documents.full_lengths.max():,} tokens)"
+            )
+            self.say = None
         return heads.outputs_of(self.engine, documents)[:, 0].tolist()
 
     def _read(self, asked: list[Asked]) -> DatasetSource:
@@ -114,5 +132,5 @@ def open_reward_models(
         standing, reading = bytes_of(found, plan)
         rewards.standing += standing
         rewards.reading = max(rewards.reading, reading)
-        rewards.models[source.label] = RewardModel(source, found, plan, datasets, env)
+        rewards.models[source.label] = RewardModel(source, found, plan, datasets, env, say)
         say(f"{flag_of(source)}: a reward model, {found.base.said}: {gib(standing)} stay beside the run")

@@ -42,6 +42,14 @@ def flags(tmp_path_factory):
     )
 
 
+def test_answers_that_it_reads_in_part_are_said_once(flags, tmp_path, capsys):
+    rows = [{"prompt": "What is it? " * 30, "id": i} for i in range(8)]
+    how = dict(dataset=str(jsonl(tmp_path / "long.jsonl", rows)), context_length=256, max_steps=2)
+    fine_tune(**flags | how | dict(output_dir=str(tmp_path / "o")))
+    said = [line for line in capsys.readouterr().out.splitlines() if "answers after their prompts are over" in line]
+    assert len(said) == 1 and f"--context_length {flags['context_length']}" in said[0]
+
+
 @pytest.mark.parametrize("word", ["blas", "onednn"])
 def test_a_reward_model_is_opened_by_the_library_that_the_run_multiplies_by(flags, tmp_path, word):
     need_cpu_matmul(word)

@@ -266,6 +266,18 @@ def test_messages_are_rendered_by_the_template_and_names_may_be_given(flags, tmp
     assert set(result.classify(rows[0]["messages"])) == set(WORDS)
 
 
+def test_a_text_that_is_read_in_part_is_said(trained, flags, capsys):
+    capsys.readouterr()
+    long = "some words here " * 60
+    trained.classify(["red", long])
+    said = capsys.readouterr().err
+    assert f"1 of the texts are over --context_length {flags['context_length']} of the run" in said
+    generate.main(["--checkpoint", str(trained.output_dir), "--prompt", long, "--device", "cpu"])
+    assert "1 of the texts are over --context_length" in capsys.readouterr().err
+    trained.classify(["red"])
+    assert "texts are over" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("task", ["classify", "embed"])
 def test_a_conversation_is_read_to_its_last_message_as_its_template_renders_it(task, chat_tokenizer):
     said = (("user", "hi"), ("assistant", "What is it?"), ("user", "bye"), ("assistant", "Bye."))

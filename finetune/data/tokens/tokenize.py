@@ -166,6 +166,11 @@ class TokenizedDataset:
             f"{longest} keeps all (p50 {p50:,}, p95 {p95:,}, max {longest:,})"
         )
 
+    @property
+    def num_cut(self) -> int:
+        """Documents of which the context length leaves something out."""
+        return sum(number for name, number in self.counts.items() if name in CUTS and name not in ("split", "alike"))
+
     def describe(self) -> str:
         """One line: rows, tokens, targets, and the numbers of truncated, dropped and skipped rows."""
         c = self.counts
