@@ -7,7 +7,7 @@
     python benchmarks/memory_table.py --draw 1 30 cells drawn at random from architectures, widths, kinds and precisions
     python benchmarks/memory_table.py --rewards 1 24 cells of runs that sample answers
     python benchmarks/memory_table.py --mlx 1     18 cells of what the MLX engine trains
-    python benchmarks/memory_table.py --others 1  39 cells: teachers, long and uneven rows, new tokens, heads, optimizers
+    python benchmarks/memory_table.py --others 1  39 cells: teachers, long and uneven rows, tokens, heads, optimizers
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """

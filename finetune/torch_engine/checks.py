@@ -370,11 +370,7 @@ def check_causal(model: PreTrainedModel, autocast: Callable, run: OwnLogits | No
             "Give another."
         )
     original, swapped, short, nudged = (logits[0, :seen].float() for logits in (original, swapped, short, nudged))
-    if not original.isfinite().all():
-        raise PlanError(
-            f"--model_name: {name} gives logits that are not finite before any training: its weights hold NaN or "
-            "infinity, or overflow in this dtype. Try --precision fp32, or give another model."
-        )
+    _check_finite(original, name)
     least = 0.0
     if _dtype_eps(model, autocast, run.device) == torch.finfo(torch.float32).eps:
         least = ROUNDING_FACTOR * torch.finfo(torch.float32).eps
@@ -702,12 +698,21 @@ def _dtype_eps(model: PreTrainedModel, autocast: Callable, device: torch.device 
     return torch.finfo(dtype).eps
 
 
+def _check_finite(logits: torch.Tensor, name: str) -> None:
+    if not logits.isfinite().all():
+        raise PlanError(
+            f"--model_name: {name} gives logits that are not finite before any training: its weights hold NaN or "
+            "infinity, or overflow in this dtype. Try --precision fp32, or give another model."
+        )
+
+
 def _logits_and_rounding(
     model: PreTrainedModel, autocast: Callable, run: OwnLogits, documents: list[torch.Tensor]
 ) -> tuple[torch.Tensor, float]:
     """(logits of documents alone, how far rounding moves them at most: measured on this model, in this dtype)."""
     eps = _dtype_eps(model, autocast, run.device)
     alone_TV = torch.cat([_logits(run, document) for document in documents])
+    _check_finite(alone_TV, type(model).__name__)
     with _nudged(run.model, eps):
         nudged_TV = torch.cat([_logits(run, document) for document in documents])
     return alone_TV, max(_largest_difference(nudged_TV, alone_TV), eps)
