@@ -377,13 +377,13 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
         else split(open_checkpoint.open_engine(args, ranks, args.found))
     )
     if not recursive and (args.prompts or args.other):
-        by_model = {Path(args.checkpoint).name or args.checkpoint: answers_of(opened, prompts, args)}
+        by_model = {Path(args.checkpoint).name or args.checkpoint: answers_of((*opened, base), prompts, args)}
         if args.other:
             del opened  # one model at a time is in memory
             name, found = args.other
             if name in by_model:
                 name = f"{name} (compared)"
-            by_model[name] = answers_of(open_checkpoint.open_engine(args, ranks, found)[:3], prompts, args)
+            by_model[name] = answers_of(open_checkpoint.open_engine(args, ranks, found), prompts, args)
         print_answers(prompts, by_model)
         return 0
     longest = [0]
@@ -403,7 +403,7 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
         else:
             ids = None
             if ranks.is_first:
-                ids = prompt_ids(tokenizer, turns, args.raw, shown)
+                ids = prompt_ids(tokenizer, turns, args.raw, shown, base)
         longest[0] = max(longest[0], len(ids or ()))
         return answer(engine, tokenizer, ends, ids, args)
 

@@ -304,7 +304,7 @@ class Result(TrainState):
             shown = None
             if references:
                 opened, shown = self._showing(opened, references, stack)
-            answers = answers_of(opened[:3], prompts, how, shown)
+            answers = answers_of(opened, prompts, how, shown)
         if isinstance(prompt, str):
             return answers[0]
         return answers

@@ -40,13 +40,16 @@ INLINE_THOUGHT = re.compile(r"\s*(?:<think>)?(.*)</think>", re.S)  # at the fron
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer as rendered. `before`: the prompt; `unlearned`: how much of the answer's beginning is no target."""
+    """One answer as rendered. `before`: the prompt; `begun`: how much of the answer's beginning is in the prompt too;
+    `unlearned`: how much of it is no target.
+    """
 
     before: str
     answer: str
     end: str
     ends_in_text: bool
     is_target: bool
+    begun: int = 0
     unlearned: int = 0
 
     @property
@@ -55,10 +58,15 @@ class Turn:
 
     def spans(self, done: int) -> list[Span]:
         """The turn from character `done` of its prompt on."""
-        begun = self.answer[: self.unlearned]
-        rest = self.answer[self.unlearned :]
-        context = Span(self.before[done:] + begun, False)
-        return [context, Span(rest, self.is_target), Span(self.end, self.is_target, is_end=True)]
+        prompt = self.before[done:] + self.answer[: self.begun]
+        unlearned = self.answer[self.begun : self.unlearned]
+        rest = self.answer[max(self.begun, self.unlearned) :]
+        return [
+            Span(prompt, False, ends_prompt=self.is_target),
+            *([Span(unlearned, False)] if unlearned else []),
+            Span(rest, self.is_target),
+            Span(self.end, self.is_target, is_end=True),
+        ]
 
 
 @dataclass(frozen=True)
@@ -192,10 +200,11 @@ class Conversation:
         else:
             return Turn(after, "", "", ends_in_text=True, is_target=False)
         answer, end, ends_in_text = marks.split(rest, "tool_calls" in message)
-        unlearned = _place_after(self.begun.get(i, ""), answer)
+        begun = _place_after(self.begun.get(i, ""), answer)
+        unlearned = 0
         if self.row.options.mask_reasoning:
-            unlearned = max(unlearned, _thought_end(message, answer))
-        return Turn(before, answer, end, ends_in_text, is_target, unlearned)
+            unlearned = _thought_end(message, answer)
+        return Turn(before, answer, end, ends_in_text, is_target, begun, unlearned)
 
     def _after_prompt(self, i: int, before: str, after: str) -> str:
         """The text of answer `i` where the template renders what is before it otherwise once it is answered: what

@@ -19,13 +19,14 @@ from finetune.data.chat_template import TemplateRenderer, ensure_chat_template, 
 from finetune.data.columns import OF_TASKS, Row
 from finetune.data.conversation import Conversation, thought_of
 from finetune.data.formats import needs_template, uses_template
-from finetune.data.messages import TemplateWords
+from finetune.data.messages import TemplateWords, template_variables
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer, set_eos_token
 from finetune.parts.data import DataPlan
 
 CONTROL = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>")
 SWITCH = re.compile(r"(?<![\w.'\"])(\w*(?:think|reason)\w*)(?![\w'\"])")
+PLAIN_VALUE = re.compile(r"[\w .-]{1,80}")  # of a row, which becomes a part of the template
 CHATS = {False: chat(answer()), True: chat(answer(reasoning_content=THOUGHT))}
 
 
@@ -79,8 +80,9 @@ def _given_template(tokenizer: Tokenizer, value: str) -> list[str]:
 def fit_template(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
     """Changes the tokenizer's chat template to one that asks as `rows` answer; returns the notice to print, else None.
 
-    `rows` is called only for a template whose generation prompt differs from what stands before some answer. Of several
-    templates, that for tools is fitted to the rows with tools, and the default one to the others.
+    All of `rows` are read only for a template whose generation prompt differs from what stands before some answer, or
+    if every row sets its switches. Of several templates, that for tools is fitted to the rows with tools, and the
+    default one to the others.
     """
     named = tokenizer.chat_template
     if not isinstance(named, dict):
@@ -105,30 +107,81 @@ def _rows_of_template(rows: Callable[[], Iterable[Row]], name: str) -> Iterator[
 
 def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
     """Does what `fit_template` does, for a tokenizer with one template."""
+    notices = [_as_every_row_says(tokenizer, rows()), _fitted(tokenizer, rows)]
+    return "; ".join(filter(None, notices)) or None
+
+
+def _as_every_row_says(tokenizer: Tokenizer, rows: Iterable[Row]) -> str | None:
+    """Gives the template's switches the values that every row sets, where a program sets none: it would ask otherwise
+    than all rows answer. Ends with the first row that sets none, or others. Returns the notice.
+    """
+    words = TemplateWords.of(tokenizer)
+    said: dict | None = None
+    for row in rows:
+        if row.format in OF_TASKS or not uses_template(row, has_template=True):
+            continue
+        try:
+            given = template_variables(row, words)
+        except PlanError:  # named where the row is tokenized
+            return None
+        given = {name: value for name, value in given.items() if name in words.switches}
+        if not given or said not in (None, given):
+            return None
+        said = given
+    settings = [
+        f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
+        for name, value in sorted((said or {}).items())
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and PLAIN_VALUE.fullmatch(value))
+    ]
+    before = "".join(settings)
+    if not before or not _changes_a_chat(tokenizer, said or {}):
+        return None
+    tokenizer.chat_template = before + tokenizer.chat_template
+    shown = ", ".join(f"{name} is {json.dumps(value)}" for name, value in (said or {}).items())
+    return f"chat template: {shown} where a program does not say, as in every row; it is saved with the tokenizer"
+
+
+def _changes_a_chat(tokenizer: Tokenizer, variables: dict) -> bool:
+    """True if the template renders a chat otherwise with these variables than without."""
+    with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:
+        return any(_rendered(renderer, thinks, variables) != _rendered(renderer, thinks) for thinks in CHATS)
+    return False
+
+
+def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
+    """Makes the template ask as answers begin. Returns the notice."""
     with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
-        if all(map(_fits, rendered.values())):
+        in_tokens = partial(_fits_in_tokens, tokenizer)
+        if all(map(in_tokens, rendered.values())):
             return None
         kinds, is_fixed = kinds_of_answers(tokenizer, rows())
-        if all(_fits(rendered[thinks]) for thinks in kinds):
-            return None
         wanted = {thinks: texts for thinks in kinds if (texts := rendered[thinks])}
-        return _switched(tokenizer, renderer, wanted, is_fixed) or _without_surplus(tokenizer, wanted, is_fixed)
+        for fits in (in_tokens, _fits):
+            if all(fits(rendered[thinks]) for thinks in kinds):
+                return None
+            if notice := _switched(tokenizer, renderer, fits, wanted=wanted, is_fixed=is_fixed):
+                return notice
+        return _without_surplus(tokenizer, wanted, is_fixed)
     return None
 
 
 def _switched(
-    tokenizer: Tokenizer, renderer: TemplateRenderer, wanted: dict[bool, list[str]], is_fixed: bool
+    tokenizer: Tokenizer,
+    renderer: TemplateRenderer,
+    fits: Callable[[list[str]], bool],
+    wanted: dict[bool, list[str]],
+    is_fixed: bool,
 ) -> str | None:
     """Sets the switch that says whether answers begin with a thought, if the template has one and all do or none does.
-    Returns the notice.
+    Returns the notice. `fits`: says of a chat whether its answer follows its prompt.
     """
     if len(wanted) != 1:
         return None
     (thinks,) = wanted
     for name in _switches(tokenizer.chat_template):
         texts = _rendered(renderer, thinks, {name: thinks})
-        if texts and _fits(texts):
+        if texts and fits(texts):
             tokenizer.chat_template = _with_switch(tokenizer.chat_template, name, thinks, is_fixed)
             word, have = ("true", "thoughts") if thinks else ("false", "no thoughts")
             return f"chat template: {name} is {word}, as the answers have {have}; it is saved with the tokenizer"
@@ -202,6 +255,16 @@ def _rendered(renderer: TemplateRenderer, thinks: bool, variables: dict | None =
 def _fits(texts: list[str] | None) -> bool:
     """True if the answer follows the generation prompt, or if the template rejects the chat."""
     return texts is None or (texts[1].startswith(texts[0]) and MARK in texts[1][len(texts[0]) :])
+
+
+def _fits_in_tokens(tokenizer: Tokenizer, texts: list[str] | None) -> bool:
+    """True if that holds of the tokens too: of <think> and a line break before a closed thought it often does not, as
+    two line breaks are one token.
+    """
+    if texts is None or not _fits(texts):
+        return texts is None
+    prompt, whole = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False).encodings
+    return whole.ids[: len(prompt.ids)] == prompt.ids
 
 
 def _switches(template: str) -> list[str]:

@@ -43,13 +43,14 @@ PADDING = 3  # equal token ids at the end of a row that look like it
 @dataclass(frozen=True)
 class Span:
     """A piece of text. `is_end`: the end-of-turn token, a target that is not part of the answer text. `is_image`: the
-    text that a model's processor writes in the place of an image.
+    text that a model's processor writes in the place of an image. `ends_prompt`: programs ask with what ends here.
     """
 
     text: str
     is_target: bool
     is_end: bool = False
     is_image: bool = False
+    ends_prompt: bool = False
 
 
 @dataclass(frozen=True)

@@ -267,6 +267,7 @@ def opened_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 ENOUGH = 8  # last tokens of a prompt by which a tokenizer knows where in a text it is
+ANCHORS = ("\n", "a", ".")  # texts that others go on after
 
 
 def continued_ids(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
@@ -275,7 +276,22 @@ def continued_ids(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> lis
     alone, joined = tokenizer([before, before + text], add_special_tokens=False).input_ids
     if before and joined[: len(alone)] == alone:
         return joined[len(alone) :]
-    return tokenizer(text, add_special_tokens=False).input_ids  # its first token has the prompt's end too
+    return continued(tokenizer, text)[0]
+
+
+def continued(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """(ids, first and last characters of each) of a text that goes on after another and shares no token with it."""
+    how: dict[str, Any] = dict(add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    (own,) = tokenizer([text], **how).encodings
+    for anchor in ANCHORS:
+        alone, joined = tokenizer([anchor, anchor + text], **how).encodings
+        number = len(alone.ids)
+        if joined.ids[:number] == alone.ids:
+            if joined.ids[number:] == own.ids:
+                break
+            size = len(anchor)
+            return joined.ids[number:], [(max(0, a - size), max(0, b - size)) for a, b in joined.offsets[number:]]
+    return own.ids, own.offsets
 
 
 def end_ids(tokenizer: Tokenizer, folder: Path | None = None) -> set[int]:

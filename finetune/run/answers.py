@@ -15,6 +15,7 @@ from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.open_checkpoint import Found
+from finetune.trained_base import TrainedBase
 
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
@@ -68,7 +69,11 @@ def shown_of(images: tuple[ImageReference, ...], inputs: ImageInputs) -> Shown:
 
 
 def prompt_ids(
-    tokenizer: FullTokenizer, turns: list[tuple[str, str]], raw: bool, shown: Shown | None = None
+    tokenizer: FullTokenizer,
+    turns: list[tuple[str, str]],
+    raw: bool,
+    shown: Shown | None = None,
+    base: TrainedBase | None = None,
 ) -> list[int]:
     """Token ids of (role, text) turns as in training: rendered by the chat template if the tokenizer has one.
     Otherwise, or with `raw`, the last turn's text as it is. `shown`: images of the first question, in the places
@@ -91,7 +96,9 @@ def prompt_ids(
     from finetune.data.chat_template import TemplateRenderer, request_of
     from finetune.data.messages import escaped
 
-    specials = special_pattern(special_texts(tokenizer))
+    specials = None  # are not escaped where a run learned them, see --special_tokens_in_text
+    if base is None or base.plan.data.special_tokens_in_text != "keep":
+        specials = special_pattern(special_texts(tokenizer))
     if shown is not None:
         first = next((i for i, (role, _) in enumerate(turns) if role == "user"), 0)
         asked = (turns[first][0], _with_marks(turns[first][1], shown))
@@ -129,7 +136,10 @@ def begun(system: str | None) -> list[tuple[str, str]]:
 
 
 def answers_of(
-    opened: tuple[Engine, FullTokenizer, set[int]], prompts: list[str], args: Namespace, shown: Shown | None = None
+    opened: tuple[Engine, FullTokenizer, set[int], TrainedBase],
+    prompts: list[str],
+    args: Namespace,
+    shown: Shown | None = None,
 ) -> list[str]:
     """The answers of an opened model to prompts that do not know of each other, in batches. Collective.
 
@@ -137,12 +147,12 @@ def answers_of(
     """
     from finetune.run.evaluation import shared
 
-    engine, tokenizer, ends = opened
+    engine, tokenizer, ends, base = opened
     engine.seed(args.seed)
     sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
 
     def answered(part: list[str]) -> list[list[int]]:
-        ids = [prompt_ids(tokenizer, [*begun(args.system), ("user", prompt)], args.raw, shown) for prompt in part]
+        ids = [prompt_ids(tokenizer, [*begun(args.system), ("user", prompt)], args.raw, shown, base) for prompt in part]
         return engine.generate(ids, args.max_new_tokens, ends, **sampling)
 
     new = shared(engine, prompts, args.batch_size, answered)

@@ -2,6 +2,7 @@
 
 import codecs
 import copy
+import json
 
 import pytest
 import tokenizers
@@ -20,6 +21,22 @@ from finetune.model_files.tokenizer import load_tokenizer
 from finetune.parts.data import DataPlan
 from tests.support.chats import with_template
 from tests.support.sentencepiece_bases import write_sentencepiece
+
+
+def with_two_line_breaks(tokenizer):
+    """The tokenizer with a token of two line breaks, and line breaks apart from words, as Qwen's are."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = content["model"]
+    pair = ["\u010a", "\u010a"]
+    (rare,) = ["".join(model["merges"].pop())]
+    model["vocab"]["".join(pair)] = model["vocab"].pop(rare)
+    model["merges"].insert(0, pair)
+    own = content["pre_tokenizer"]
+    split = {"type": "Split", "pattern": {"Regex": r"[\r\n]+|[^\r\n]+"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, own | {"use_regex": False}]}
+    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    return tokenizer
+
 
 BEGIN = "{% for m in messages %}"
 END = "{% endfor %}{% if add_generation_prompt %}"
@@ -220,12 +237,60 @@ def test_rows_that_a_head_reads_have_no_answers_that_decide_a_template(chat_toke
     assert tokenizer.chat_template == template
 
 
-def test_a_template_that_fits_by_itself_is_not_touched_and_no_row_is_read(chat_tokenizer):
+def test_a_template_that_fits_by_itself_is_not_touched_and_one_row_is_read(chat_tokenizer):
     def rows():
+        yield RowReader(RowOptions()).read({"messages": [ASK, PEAR]}, "a.jsonl:1")
         raise AssertionError
 
     before = chat_tokenizer.chat_template
     assert fit_template(chat_tokenizer, rows) is None and chat_tokenizer.chat_template == before
+
+
+def test_what_every_row_sets_is_what_a_program_asks_with_that_sets_nothing(chat_tokenizer):
+    def fitted(*values):
+        tokenizer = with_template(chat_tokenizer, CLOSES)
+        rows = [{"messages": [ASK, PEAR], "chat_template_kwargs": {"enable_thinking": value}} for value in values]
+        reader = RowReader(RowOptions())
+        notice = fit_template(tokenizer, lambda: [reader.read(row, f"a.jsonl:{i}") for i, row in enumerate(rows)])
+        return tokenizer, notice
+
+    tokenizer, notice = fitted(True, True)
+    assert notice is not None and notice.startswith("chat template: enable_thinking is true where a program does not")
+    asked = [tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)]
+    asked += [
+        tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True, enable_thinking=value)
+        for value in (True, False)
+    ]
+    assert [text.endswith("<think></think>") for text in asked] == [False, False, True]
+    again = tokenizer.chat_template
+    reader = RowReader(RowOptions())
+    row = {"messages": [ASK, PEAR], "chat_template_kwargs": {"enable_thinking": True}}
+    assert fit_template(tokenizer, lambda: [reader.read(row, "a.jsonl:1")]) is None  # as of a resumed run
+    assert tokenizer.chat_template == again
+    for values in ((True, False), (False, False), ("{{ 7 }}",)):  # others; what it does by itself; no plain value
+        assert fitted(*values)[0].chat_template == CLOSES
+
+
+SWITCHES_OFF = "{% if enable_thinking is defined and enable_thinking is false %}{{ '\n' }}</think>\n\n{% endif %}"
+
+
+@pytest.mark.parametrize("switch", ["", SWITCHES_OFF])
+def test_the_tokens_of_a_prompt_are_those_that_programs_ask_with(chat_tokenizer, switch):
+    """The prompt opens a thought, and answers without one close it at once: two line breaks would be one token."""
+    template = BEGIN + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n"
+    template += "</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n" + END + "<|im_start|>assistant\n<think>\n"
+    tokenizer = with_two_line_breaks(with_template(chat_tokenizer, template + switch + "{% endif %}"))
+    rows = [{"messages": [ASK, PEAR]}]
+    read = [RowReader(RowOptions()).read(row, "a.jsonl:1") for row in rows]
+    notice = fit_template(tokenizer, lambda: read)
+    assert (notice is not None and "enable_thinking is false" in notice) is bool(switch)
+    raw = RawDataset(rows, ["0"], tuple(rows[0]), (), "", "rows", 0)
+    ((prompt, expected, _),) = generation_examples(raw, RowOptions(), tokenizer)
+    assert prompt == tokenizer.apply_chat_template([ASK], add_generation_prompt=True).input_ids
+    ids, is_target = tokenize(raw, RowOptions(), tokenizer, 512).document(0)
+    size = len(prompt)
+    assert ids[:size].tolist() == prompt and not is_target[:size].any() and is_target[size:].all()
+    assert expected == ("A pear." if switch else "\n</think>\n\nA pear.")
 
 
 def test_what_a_template_leaves_out_of_an_answer_is_said(chat_tokenizer):
@@ -249,9 +314,11 @@ def test_what_a_template_leaves_out_of_an_answer_is_said(chat_tokenizer):
 def test_a_rows_own_switches_are_obeyed(chat_tokenizer):
     row = {"messages": [ASK, PEAR], "chat_template_kwargs": {"enable_thinking": False}}
     (document,), lines = shown(chat_tokenizer, SWITCHED, row)
-    assert "<think></think>⟦A pear." in document and lines == []
+    assert "<think></think>⟦A pear." in document
+    said = "chat template: enable_thinking is false where a program does not say, as in every row"
+    assert [line.partition(";")[0] for line in lines] == [said]
     _, lines = shown(chat_tokenizer, SWITCHED, {**row, "chat_template_kwargs": '{"enable_thinking": false, "x": 1}'})
-    assert lines == ["chat_template_kwargs 'x' is not read by the chat template: 1 x"]
+    assert lines[0] == "chat_template_kwargs 'x' is not read by the chat template: 1 x" and len(lines) == 2
     with pytest.raises(PlanError, match="^row: field 'chat_template_kwargs' sets messages, which"):
         shown(chat_tokenizer, SWITCHED, {**row, "chat_template_kwargs": {"messages": []}})
     with pytest.raises(PlanError, match="^row: field 'chat_template_kwargs' is a list, must be an object"):

@@ -1,6 +1,7 @@
 """Rows to token ids with their targets marked, a batch at a time: read by columns, rendered, tokenized."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from finetune.data.plain_rows import note_damaged, note_plain_row, note_printed
 from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import Tokenizer
+from finetune.model_files.tokenizer import Tokenizer, continued
 from finetune.parts.objectives import EMBED
 from finetune.system.untrusted import untrusted
 
@@ -233,9 +234,9 @@ class RowEncoder:
                     ids, is_target = token_document(read)
                     rendered.append([Encoded(ids, is_target, self._text_from(ids))])
                 elif uses_template(read, bool(self.tokenizer.chat_template)):
+                    conversation = Conversation.of(read, self.template)
                     if not self.tokenizer.chat_template:  # of rows that are streamed, the first decide
                         raise PlanError(f"{read.source}: {NO_TEMPLATE}")
-                    conversation = Conversation.of(read, self.template)
                     requests.append(conversation.request())
                     asked.append((len(rendered), conversation))
                     rendered.append(None)
@@ -310,6 +311,8 @@ class RowEncoder:
                     f"{first}: the model's own processor makes other tokens of a text with images than its tokenizer "
                     "of the same text. Rows with images cannot be learned with this model."
                 )
+            if from_template and item.ids is None:
+                encoding = self._asked_apart(item.document, text, encoding)
             of_document = _with_targets(
                 item.document, text, encoding, self.tokenizer.eos_token_id, self.takes_whitespace
             )
@@ -320,6 +323,37 @@ class RowEncoder:
                 is_image[: len(encoding.ids)] = _of_images(item.document, encoding)
             found.append(Encoded(*of_document, item.conversation, images=images, is_image=is_image))
         return found
+
+    def _asked_apart(self, document: Document, text: str, encoding: Any) -> Any:
+        """The document's tokens, with those of a prompt as programs ask for its answer: without a token that has the
+        prompt's last characters and the answer's first ones.
+        """
+        starts, ends, _ = _places(encoding)
+        is_mark = np.isin(encoding.ids, self.takes_whitespace)
+        bounds = [end for span, _, end in _placed(document) if span.ends_prompt]
+        crossed = [at for at in bounds if ((starts < at) & (ends > at) & ~is_mark).any()]
+        if not crossed:
+            return encoding
+        found = Tokens([], [], [])
+        for start, stop in itertools.pairwise([0, *crossed, len(text)]):
+            if start:
+                ids, offsets = continued(self.tokenizer, text[start:stop])
+            else:
+                first = self.tokenizer([text[:stop]], add_special_tokens=False, return_offsets_mapping=True)
+                ids, offsets = first.encodings[0].ids, first.encodings[0].offsets
+            found.ids += ids
+            found.offsets += [(start + a, start + b) for a, b in offsets]
+            found.special_tokens_mask += [0] * len(ids)
+        return found
+
+
+@dataclass
+class Tokens:
+    """The part of a tokenizer's encoding that is read here."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    special_tokens_mask: list[int]
 
 
 def _last_of_each(answers: list[tuple]) -> list[Encoded] | PlanError:
@@ -358,6 +392,18 @@ def _placed(document: Document) -> Iterator[tuple[Span, int, int]]:
         at += len(span.text)
 
 
+def _places(encoding: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first characters, the ones after the last, first ones with spaces before them) of tokens.
+
+    Byte-level tokenizers trim spaces off a token's offsets: a token of only spaces has an empty span, and starts where
+    the previous one ended.
+    """
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    before = np.maximum.accumulate(np.r_[0, ends[:-1]])[: len(starts)]
+    trimmed = np.minimum(starts, before)
+    return np.where(starts == ends, trimmed, starts), ends, trimmed
+
+
 def _with_targets(
     document: Document, text: str, encoding: Any, eos_id: int | None, takes_whitespace: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray, Callable[[int], str]]:
@@ -365,12 +411,7 @@ def _with_targets(
     ids = np.array(encoding.ids, np.int32)
     if not len(ids):
         return np.zeros(1, np.int32), np.zeros(1, bool), str
-    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    # Byte-level tokenizers trim spaces off a token's offsets: a token of only spaces has an empty span, and starts
-    # where the previous one ended.
-    before = np.maximum.accumulate(np.r_[0, ends[:-1]])
-    trimmed = np.minimum(starts, before)
-    starts = np.where(starts == ends, trimmed, starts)
+    starts, ends, trimmed = _places(encoding)
     is_target = np.zeros(len(ids), bool)
     is_mark = np.isin(ids, takes_whitespace)
     answer_end = len(text)
