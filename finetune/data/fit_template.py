@@ -42,7 +42,7 @@ def prepare_template(tokenizer: Tokenizer, how: DataPlan, rows: Callable[..., It
     if how.chat_template:
         notices += _given_template(tokenizer, how.chat_template)
     notices.append(ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows()))))
-    notices.append(fit_template(tokenizer, lambda: rows("train")))
+    notices.append(fit_template(tokenizer, lambda: rows("train"), are_learned=how.reward is None))
     if how.eos_token and isinstance(tokenizer.chat_template, str) and any(map(needs_template, rows())):
         notices.append(_ends_otherwise(tokenizer, how.eos_token))
     return [notice for notice in notices if notice]
@@ -77,24 +77,26 @@ def _given_template(tokenizer: Tokenizer, value: str) -> list[str]:
     return found
 
 
-def fit_template(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
+def fit_template(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool = True) -> str | None:
     """Changes the tokenizer's chat template to one that asks as `rows` answer; returns the notice to print, else None.
 
     All of `rows` are read only for a template whose generation prompt differs from what stands before some answer, or
-    if every row sets its switches. Of several templates, that for tools is fitted to the rows with tools, and the
+    if every row sets its switches. `are_learned`: the rows' answers; a run that samples its own thinks as it did, where
+    the text of a row fits. Of several templates, that for tools is fitted to the rows with tools, and the
     default one to the others.
     """
     named = tokenizer.chat_template
     if not isinstance(named, dict):
         if named:
-            return _fit_one(tokenizer, rows)
+            return _fit_one(tokenizer, rows, are_learned)
         return None
     notices = []
     has_both = {"default", "tool_use"} <= named.keys()
     for name in ("default", "tool_use"):
         if isinstance(named.get(name), str):
             tokenizer.chat_template = named[name]
-            notices.append(_fit_one(tokenizer, partial(_rows_of_template, rows, name) if has_both else rows))
+            of_name = partial(_rows_of_template, rows, name) if has_both else rows
+            notices.append(_fit_one(tokenizer, of_name, are_learned))
             named = {**named, name: tokenizer.chat_template}
     tokenizer.chat_template = named
     return "; ".join(dict.fromkeys(filter(None, notices))) or None
@@ -105,9 +107,9 @@ def _rows_of_template(rows: Callable[[], Iterable[Row]], name: str) -> Iterator[
     return (row for row in rows() if bool(row.get("tools")) is (name == "tool_use"))
 
 
-def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
+def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool) -> str | None:
     """Does what `fit_template` does, for a tokenizer with one template."""
-    notices = [_as_every_row_says(tokenizer, rows()), _fitted(tokenizer, rows)]
+    notices = [_as_every_row_says(tokenizer, rows()), _fitted(tokenizer, rows, are_learned)]
     return "; ".join(filter(None, notices)) or None
 
 
@@ -148,11 +150,13 @@ def _changes_a_chat(tokenizer: Tokenizer, variables: dict) -> bool:
     return False
 
 
-def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
+def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool) -> str | None:
     """Makes the template ask as answers begin. Returns the notice."""
     with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
-        in_tokens = partial(_fits_in_tokens, tokenizer)
+        in_tokens: Callable[[list[str] | None], bool] = _fits
+        if are_learned:
+            in_tokens = partial(_fits_in_tokens, tokenizer)
         if all(map(in_tokens, rendered.values())):
             return None
         kinds, is_fixed = kinds_of_answers(tokenizer, rows())

@@ -1,9 +1,12 @@
-"""Metrics of answers: what each word of --metric counts as right. Whitespace around answers never counts."""
+"""Metrics of answers: what each word of --metric counts as right. Whitespace around answers never counts, nor does the
+thought before an answer where none is expected.
+"""
 
 import json
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 
 from finetune.errors import PlanError
 from finetune.system.patterns import Pattern
@@ -17,6 +20,9 @@ MINUS = "\u2212"  # as typeset text has it
 WORD = re.compile(r"\w+")
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 NUMERIC_TOLERANCE = 1e-6  # relative: 0.1 + 0.2 is 0.3
+# A thought that a chat template closes at once in an answer without one; its beginning is in the prompt of some.
+EMPTY_THOUGHT = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
+OPENS, CLOSES = "<think>", "</think>"
 METRICS = ("exact", "contains", "numeric", "json", "regex", "choice", "perplexity")
 OF_ANSWERS = ("exact", "contains", "numeric", "json", "regex")
 CHOICE = "choice"
@@ -33,6 +39,31 @@ def metrics_of(words: str, pattern: str | None, flag: str = "metric", pattern_fl
     if pattern and "regex" not in names:
         raise PlanError(f"--{pattern_flag} {pattern}: is for --{flag} regex. Add it, or omit the pattern.")
     return list(dict.fromkeys(names))
+
+
+def without_empty_thought(expected: str) -> str:
+    """The answer of a row, without the thought that its chat template closes at once."""
+    return EMPTY_THOUGHT.sub("", expected, count=1) if EMPTY_THOUGHT.match(expected) else expected
+
+
+def without_thought(answer: str, expected: str) -> str:
+    """The model's answer, without its thought if none is expected."""
+    if CLOSES in without_empty_thought(expected):
+        return answer
+    return answer.rpartition(CLOSES)[2]
+
+
+def may_become(answer: str, expected: str) -> bool:
+    """True if what is generated so far may still become the expected text, or may be a thought before it."""
+    wanted = without_empty_thought(expected)
+    text = without_thought(answer, expected).lstrip()
+    thinks = CLOSES not in answer and (wanted != expected or OPENS.startswith(text[: len(OPENS)]))
+    return (thinks and CLOSES not in wanted) or wanted.strip().startswith(text) or text.strip() == wanted.strip()
+
+
+def _said(judge: Callable[[str, str], bool], answer: str, expected: str) -> bool:
+    """The judgement of what is said, thoughts aside."""
+    return judge(without_thought(answer, expected), without_empty_thought(expected))
 
 
 def judges(
@@ -55,7 +86,7 @@ def judges(
         found["regex"] = lambda answer, expected: (
             _found(compiled, answer) is not None and _found(compiled, answer) == _found(compiled, expected)
         )
-    return {name: found[name] for name in metrics if name in OF_ANSWERS}
+    return {name: partial(_said, found[name]) for name in metrics if name in OF_ANSWERS}
 
 
 def choices_among(answers: list[str], flag: str = "metric") -> list[str]:
@@ -77,6 +108,7 @@ def chosen(choices: list[str], answer: str, expected: str) -> bool:
     fold: Callable[[str], str] = str.casefold
     if len(set(map(fold, choices))) < len(choices):  # A and a
         fold = str
+    answer = without_thought(answer, expected)
     words = [WORD.findall(fold(choice)) for choice in choices]
     found = []
     for choice, own in zip(choices, words, strict=True):

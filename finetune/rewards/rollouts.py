@@ -25,6 +25,7 @@ from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch, Engine, SamplingEngine
 from finetune.errors import PlanError
 from finetune.generation import Sampling
+from finetune.parts.answer_metrics import without_empty_thought
 from finetune.parts.data import DataPlan
 from finetune.parts.parts import Parts
 from finetune.parts.reward import REWARDED
@@ -149,6 +150,7 @@ class Rollouts(Data):
                 "answer. Raise it, or remove the row."
             )
         of_row = self.rows.get(source, {})
+        expected = without_empty_thought(expected)
         return Prompt(ids, self.tokenizer.decode(ids), None if is_missing(expected) else expected, of_row, source)
 
     def check(self) -> None:

@@ -193,7 +193,7 @@ def exact_match(
     tokens = [0]
 
     def answered(batch: list) -> list[list[int]]:
-        expected = [answer.strip() for _, answer, _ in batch]
+        expected = [answer for _, answer, _ in batch]
 
         def stop_row(row: int, ids: list[int], expected: list[str] = expected):
             tokens[0] += 1
@@ -201,8 +201,7 @@ def exact_match(
                 return True
             if whole:
                 return False
-            text = tokenizer.decode(ids).lstrip().rstrip("\ufffd")
-            return not (expected[row].startswith(text) or text.strip() == expected[row])
+            return not answer_metrics.may_become(tokenizer.decode(ids).rstrip("\ufffd"), expected[row])
 
         found = engine.generate([prompt for prompt, _, _ in batch], max_new_tokens, stop_ids, stop_row)
         progress.update(len(batch))
@@ -217,7 +216,8 @@ def exact_match(
     progress = Progress("answering", len(engine.shard_list(list(range(len(examples))))), describe=describe)
     with progress:
         answers = [tokenizer.decode(ids) for ids in shared(engine, examples, batch_size, answered)]
-    right = sum(a.strip() == expected.strip() for a, (_, expected, _) in zip(answers, examples, strict=True))
+    exact = answer_metrics.judges(["exact"], None)["exact"]
+    right = sum(exact(answer, expected) for answer, (_, expected, _) in zip(answers, examples, strict=True))
     return right / len(examples), answers
 
 

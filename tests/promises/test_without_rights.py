@@ -74,6 +74,19 @@ def test_rows_that_may_not_be_read_are_refused(place, ask, flags):
     is_refused(ask(flags, dataset=file, output_dir=place / "own/new"), f"--dataset {file}: permission denied")
 
 
+def test_a_folder_of_rows_with_a_closed_part_is_not_read_without_it(place, ask, flags):
+    """pathlib takes a folder that may not be listed for an empty one."""
+    folder = place / "parts"
+    for part in ("train", "data", "other"):
+        (folder / part).mkdir(parents=True)
+        shutil.copy(place / "rows.jsonl", folder / part / f"{part}.jsonl")
+    nobody.closed(folder / "other")
+    code, out, _ = ask("--dry_run", flags, dataset=folder, output_dir=place / "own/parts")
+    assert code == 0 and "permission denied, not read: other/" in out
+    nobody.closed(folder / "data")
+    is_refused(ask("--dry_run", flags, dataset=folder), f"{folder / 'data'}: permission denied")
+
+
 @pytest.mark.slow
 def test_a_tokenizer_that_may_not_be_read_is_not_called_broken(place, ask, flags):
     folder = Path(shutil.copytree(place / "model", place / "closed-tokenizer"))

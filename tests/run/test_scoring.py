@@ -127,6 +127,28 @@ def test_signs_and_sizes_of_numbers_count(answer, expected, right):
     assert answer_metrics.judges(["numeric"], None)["numeric"](answer, expected) is right
 
 
+THOUGHT_OF = {  # (answer, expected): right?
+    ("Hm, Rome?\n</think>\n\nIt is Paris", "\n</think>\n\nParis"): {"contains": True, "exact": False},
+    ("Hm, Paris?\n</think>\n\nIt is Rome", "\n</think>\n\nParis"): {"contains": False, "exact": False},
+    ("\n</think>\n\nParis", "\n</think>\n\nParis"): {"contains": True, "exact": True},
+    ("<think>Rome?</think>Paris", "Paris"): {"contains": True, "exact": True},
+    ("<think>\n\n</think>\n\n7", "<think>\n\n</think>\n\n7"): {"exact": True, "numeric": True, "json": True},
+    ("<think>1 or 2</think>7", "7"): {"exact": True, "numeric": True, "json": True},
+    ("<think>b</think>7", "<think>a</think>7"): {"exact": False, "numeric": True},
+    ("<think>a</think>7", "<think>a</think>7"): {"exact": True},
+}
+
+
+@pytest.mark.parametrize(("answer", "expected"), THOUGHT_OF)
+def test_a_thought_is_no_part_of_an_answer_where_none_is_expected(answer, expected):
+    for metric, right in THOUGHT_OF[answer, expected].items():
+        assert answer_metrics.judges([metric], None)[metric](answer, expected) is right, metric
+    if THOUGHT_OF[answer, expected].get("exact"):  # no answer is given up on its way to the right one
+        assert all(answer_metrics.may_become(answer[:number], expected) for number in range(len(answer) + 1))
+    assert not answer_metrics.may_become("<think>x</think>Berlin", "Paris")
+    assert not answer_metrics.may_become("Berlin", "Paris")
+
+
 def test_wrong_predictions_come_first(tmp_path):
     answers = [scoring.Answer(str(i), "p", "e", "a", {"exact": i % 2 == 0}) for i in range(5)]
     scoring.write_predictions(tmp_path / "p.jsonl", answers)

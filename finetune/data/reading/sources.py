@@ -187,6 +187,8 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
         raise PlanError(f"{flag} {folder}: is the folder of a model or a run, not of data. Give the file of its rows.")
     else:
         _check_table(folder, f"{flag} {folder}")
+        for inner in (".", "data", *SPLIT_WORDS):
+            _check_listable(folder / inner)
         patterns = "*", "data/*", *(f"{word}/*" for word in SPLIT_WORDS)
         found = [p for pattern in patterns for p in folder.glob(pattern) if _is_there(p)]
         _check_code(folder, found, f"{flag} {folder}")
@@ -196,6 +198,12 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
             raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
     what = f"{flag} {folder}"
     return [(_reader(name, what, split, text_unit), folder / name, str(folder / name)) for name in names]
+
+
+def _check_listable(folder: Path) -> None:
+    """Raises PlanError for a folder whose files this user may not see: pathlib takes it for an empty one."""
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise PlanError(f"{folder}: permission denied. Make it readable for this user.")
 
 
 def _is_there(entry: Path) -> bool:
@@ -234,12 +242,14 @@ def _left_out(folder: Path, chosen: set[Path]) -> str:
     """Says which files of rows in a folder are not read: of other splits, in other folders, compressed."""
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return ""  # which name their files
-    found = itertools.islice(folder.rglob("*"), MOST_FILES)
+    found = list(itertools.islice(folder.rglob("*"), MOST_FILES))
+    closed = [p for p in found if p.is_dir() and not os.access(p, os.R_OK | os.X_OK)]
     names = sorted(p.relative_to(folder).as_posix() for p in found if p not in chosen and p.is_file())
     rows = [
         n for n in names if READERS.keys() & {s.lower() for s in PurePosixPath(n).suffixes} and not _is_about_data(n)
     ]
-    return _named(rows, "not read")
+    denied = [f"{path.relative_to(folder).as_posix()}/" for path in sorted(closed)]
+    return _named(rows, "not read") + _named(denied, "permission denied, not read")
 
 
 def _named(names: list[str], what: str) -> str:
