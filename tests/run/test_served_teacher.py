@@ -230,7 +230,7 @@ def test_a_server_that_takes_a_request_and_never_answers_is_asked_once(flags, te
 
     served.before = before
     with serving(served) as address:
-        with pytest.raises(PlanError, match="cannot be reached .timed out: no whole answer in [12] s"):
+        with pytest.raises(PlanError, match="cannot be reached .timed out(: no whole answer in [12] s)?"):
             fine_tune(
                 **flags | dict(teacher=address, teacher_cache=str(tmp_path / "c"), output_dir=str(tmp_path / "o"))
             )
