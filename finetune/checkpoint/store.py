@@ -30,7 +30,7 @@ from finetune.model_files.manifest import (
     unreadable,
 )
 from finetune.safetensors_io import digest_of
-from finetune.system.files import open_file, replace, sync_folder
+from finetune.system.files import check_listable, open_file, replace, sync_folder
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.owned_files import OwnedFiles, kind_of, remove_tree
 
@@ -282,8 +282,11 @@ def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
 
 
 def steps_of(output_dir: Path) -> list[Path]:
-    """step-N folders (step_N of a pretraining run), newest first, valid or not."""
+    """step-N folders (step_N of a pretraining run), newest first, valid or not. Raises PlanError for a folder that may
+    not be listed.
+    """
     root, prefix = steps_folder(output_dir)
+    check_listable(root)
     found = [p for p in root.glob(f"{prefix}*") if p.is_dir() and p.name[5:].isdigit()]
     return sorted(found, key=lambda p: -int(p.name[5:]))
 

@@ -13,7 +13,7 @@ from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.digest import file_digest
 from finetune.model_files.manifest import FORMAT_VERSION, MANIFEST, PUBLISHED, PUBLISHED_TOO, read_manifest, unreadable
 from finetune.safetensors_io import digest_of
-from finetune.system.files import sync_folder
+from finetune.system.files import check_listable, sync_folder
 from finetune.system.threads import Pool
 
 OF_TRAINING = ("optimizer", "rng")  # how the files of a checkpoint begin that only a resumed run reads
@@ -39,6 +39,7 @@ def check_is_latest(folder: Path, said: str) -> None:
     is_of_run, *ended = ((folder / name).is_file() for name in ("run_plan.json", "train_state.json", MANIFEST))
     if not is_of_run or any(ended):
         return
+    check_listable(folder / "checkpoints")
     steps = [file.parent for file in folder.glob("checkpoints/step-*/manifest.json") if file.parent.name[5:].isdigit()]
     if steps:
         newest = max(steps, key=lambda step: int(step.name[5:]))

@@ -65,6 +65,12 @@ def outside(file: Path) -> Path | None:
     return None if any(target.is_relative_to(root) for root in roots) else target
 
 
+def check_listable(folder: Path) -> None:
+    """Raises PlanError for a folder whose files this user may not see: pathlib takes it for an empty one."""
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise PlanError(f"{folder}: permission denied. Make it readable for this user.")
+
+
 def check_inside(file: Path) -> None:
     """Raises PlanError for a link that leaves its file's folder, whose target would be read as a part of the folder."""
     if target := outside(file):

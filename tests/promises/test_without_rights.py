@@ -87,6 +87,21 @@ def test_a_folder_of_rows_with_a_closed_part_is_not_read_without_it(place, ask, 
     is_refused(ask("--dry_run", flags, dataset=folder), f"{folder / 'data'}: permission denied")
 
 
+def test_checkpoints_that_may_not_be_listed_are_not_taken_for_none(place, run, ask, flags):
+    """The run went on and was stopped: its weights are of before, and its steps are where they were."""
+    folder = Path(shutil.copytree(run, place / "went-on"))
+    for name in ("train_state.json", "manifest.json"):
+        (folder / name).unlink()
+    if os.geteuid() == 0:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, nobody.NOBODY, nobody.NOBODY)
+    (folder / "checkpoints").chmod(0o300)
+    said = f"{folder / 'checkpoints'}: permission denied"
+    is_refused(ask(script="score.py", checkpoint=folder, dataset=place / "rows.jsonl"), said)
+    is_refused(ask(flags, resume="auto", output_dir=folder), said)
+    (folder / "checkpoints").chmod(0o700)
+
+
 @pytest.mark.slow
 def test_a_tokenizer_that_may_not_be_read_is_not_called_broken(place, ask, flags):
     folder = Path(shutil.copytree(place / "model", place / "closed-tokenizer"))

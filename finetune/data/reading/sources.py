@@ -28,7 +28,7 @@ from finetune.model_files.hub import (
     offline,
     well_formed,
 )
-from finetune.system.files import cache_folder, check_inside, is_regular, replace
+from finetune.system.files import cache_folder, check_inside, check_listable, is_regular, replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.threads import Pool
 from finetune.system.untrusted import untrusted
@@ -188,7 +188,7 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
     else:
         _check_table(folder, f"{flag} {folder}")
         for inner in (".", "data", *SPLIT_WORDS):
-            _check_listable(folder / inner)
+            check_listable(folder / inner)
         patterns = "*", "data/*", *(f"{word}/*" for word in SPLIT_WORDS)
         found = [p for pattern in patterns for p in folder.glob(pattern) if _is_there(p)]
         _check_code(folder, found, f"{flag} {folder}")
@@ -198,12 +198,6 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
             raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
     what = f"{flag} {folder}"
     return [(_reader(name, what, split, text_unit), folder / name, str(folder / name)) for name in names]
-
-
-def _check_listable(folder: Path) -> None:
-    """Raises PlanError for a folder whose files this user may not see: pathlib takes it for an empty one."""
-    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
-        raise PlanError(f"{folder}: permission denied. Make it readable for this user.")
 
 
 def _is_there(entry: Path) -> bool:
