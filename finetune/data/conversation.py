@@ -283,11 +283,17 @@ def _is_in(wanted: str, text: str) -> bool:
 
 
 def _before_text(message: dict, answer: str) -> str:
-    """The part of a rendered answer before its own text: its thoughts, if the template writes them."""
-    said = said_by(message).strip()
-    if said and said in answer:
-        return answer[: answer.rindex(said)]
-    return answer
+    """The part of a rendered answer before its own text and its calls: its thoughts, if the template writes them."""
+    end = len(answer)
+    calls = message.get("tool_calls", ())
+    if calls:  # the first begins where its name is, and all arguments follow
+        said = [text for call in calls for text in _leaves(call["function"]["arguments"])]
+        places = (found.start() for found in re.finditer(re.escape(calls[0]["function"]["name"]), answer))
+        end = max((at for at in places if all(_is_in(text, answer[at:]) for text in said)), default=end)
+    text = said_by(message).strip()
+    if text and text in answer[:end]:
+        end = answer.rindex(text, 0, end)
+    return answer[:end]
 
 
 def _thought_end(message: dict, answer: str) -> int:

@@ -42,7 +42,9 @@ def prepare_template(tokenizer: Tokenizer, how: DataPlan, rows: Callable[..., It
     if how.chat_template:
         notices += _given_template(tokenizer, how.chat_template)
     notices.append(ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows()))))
-    notices.append(fit_template(tokenizer, lambda: rows("train"), are_learned=how.reward is None))
+    notices.append(
+        fit_template(tokenizer, lambda: rows("train"), are_learned=how.reward is None, are_all=not how.streaming)
+    )
     if how.eos_token and isinstance(tokenizer.chat_template, str) and any(map(needs_template, rows())):
         notices.append(_ends_otherwise(tokenizer, how.eos_token))
     return [notice for notice in notices if notice]
@@ -77,18 +79,20 @@ def _given_template(tokenizer: Tokenizer, value: str) -> list[str]:
     return found
 
 
-def fit_template(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool = True) -> str | None:
+def fit_template(
+    tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool = True, are_all: bool = True
+) -> str | None:
     """Changes the tokenizer's chat template to one that asks as `rows` answer; returns the notice to print, else None.
 
     All of `rows` are read only for a template whose generation prompt differs from what stands before some answer, or
     if every row sets its switches. `are_learned`: the rows' answers; a run that samples its own thinks as it did, where
-    the text of a row fits. Of several templates, that for tools is fitted to the rows with tools, and the
-    default one to the others.
+    the text of a row fits. `are_all`: False of a stream, whose later rows may have thoughts or set switches. Of several
+    templates, that for tools is fitted to the rows with tools, and the default one to the others.
     """
     named = tokenizer.chat_template
     if not isinstance(named, dict):
         if named:
-            return _fit_one(tokenizer, rows, are_learned)
+            return _fit_one(tokenizer, rows, are_learned, are_all)
         return None
     notices = []
     has_both = {"default", "tool_use"} <= named.keys()
@@ -96,7 +100,7 @@ def fit_template(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_le
         if isinstance(named.get(name), str):
             tokenizer.chat_template = named[name]
             of_name = partial(_rows_of_template, rows, name) if has_both else rows
-            notices.append(_fit_one(tokenizer, of_name, are_learned))
+            notices.append(_fit_one(tokenizer, of_name, are_learned, are_all))
             named = {**named, name: tokenizer.chat_template}
     tokenizer.chat_template = named
     return "; ".join(dict.fromkeys(filter(None, notices))) or None
@@ -107,9 +111,12 @@ def _rows_of_template(rows: Callable[[], Iterable[Row]], name: str) -> Iterator[
     return (row for row in rows() if bool(row.get("tools")) is (name == "tool_use"))
 
 
-def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool) -> str | None:
+def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool, are_all: bool) -> str | None:
     """Does what `fit_template` does, for a tokenizer with one template."""
-    notices = [_as_every_row_says(tokenizer, rows()), _fitted(tokenizer, rows, are_learned)]
+    notices = []
+    if are_all:
+        notices = [_as_every_row_says(tokenizer, rows())]
+    notices.append(_fitted(tokenizer, rows, are_learned and are_all))
     return "; ".join(filter(None, notices)) or None
 
 
@@ -150,18 +157,18 @@ def _changes_a_chat(tokenizer: Tokenizer, variables: dict) -> bool:
     return False
 
 
-def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool) -> str | None:
-    """Makes the template ask as answers begin. Returns the notice."""
+def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], in_tokens: bool) -> str | None:
+    """Makes the template ask as answers begin, `in_tokens` too where a switch does. Returns the notice."""
     with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
-        in_tokens: Callable[[list[str] | None], bool] = _fits
-        if are_learned:
-            in_tokens = partial(_fits_in_tokens, tokenizer)
-        if all(map(in_tokens, rendered.values())):
+        best: Callable[[list[str] | None], bool] = _fits
+        if in_tokens:
+            best = partial(_fits_in_tokens, tokenizer)
+        if all(map(best, rendered.values())):
             return None
         kinds, is_fixed = kinds_of_answers(tokenizer, rows())
         wanted = {thinks: texts for thinks in kinds if (texts := rendered[thinks])}
-        for fits in (in_tokens, _fits):
+        for fits in (best, _fits):
             if all(fits(rendered[thinks]) for thinks in kinds):
                 return None
             if notice := _switched(tokenizer, renderer, fits, wanted=wanted, is_fixed=is_fixed):

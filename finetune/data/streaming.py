@@ -107,7 +107,9 @@ class StreamedData(Data):
             if bad and source not in self.skipped:  # once, however often the dataset is read
                 if len(self.skipped) >= skip_bad_rows:
                     more = len(self.skipped) + 1
-                    raise PlanError(f"{bad.where}: {bad.reason}. Resume with --skip_bad_rows {more} to pass over it.")
+                    raise PlanError(
+                        f"{bad.where}: {bad.reason.rstrip('.')}. Resume with --skip_bad_rows {more} to pass over it."
+                    )
                 self.skipped[source] = f"{bad.where}: {bad.reason}"
         return parts, sources, numbers
 

@@ -267,6 +267,8 @@ def test_what_every_row_sets_is_what_a_program_asks_with_that_sets_nothing(chat_
     row = {"messages": [ASK, PEAR], "chat_template_kwargs": {"enable_thinking": True}}
     assert fit_template(tokenizer, lambda: [reader.read(row, "a.jsonl:1")]) is None  # as of a resumed run
     assert tokenizer.chat_template == again
+    tokenizer = with_template(chat_tokenizer, CLOSES)
+    assert fit_template(tokenizer, lambda: [reader.read(row, "a.jsonl:1")], are_all=False) is None
     for values in ((True, False), (False, False), ("{{ 7 }}",)):  # others; what it does by itself; no plain value
         assert fitted(*values)[0].chat_template == CLOSES
 
@@ -282,6 +284,9 @@ def test_the_tokens_of_a_prompt_are_those_that_programs_ask_with(chat_tokenizer,
     tokenizer = with_two_line_breaks(with_template(chat_tokenizer, template + switch + "{% endif %}"))
     rows = [{"messages": [ASK, PEAR]}]
     read = [RowReader(RowOptions()).read(row, "a.jsonl:1") for row in rows]
+    before = tokenizer.chat_template
+    for how in (dict(are_learned=False), dict(are_all=False)):  # of a run by rewards, and of a stream
+        assert fit_template(tokenizer, lambda: read, **how) is None and tokenizer.chat_template == before
     notice = fit_template(tokenizer, lambda: read)
     assert (notice is not None and "enable_thinking is false" in notice) is bool(switch)
     raw = RawDataset(rows, ["0"], tuple(rows[0]), (), "", "rows", 0)
@@ -422,6 +427,17 @@ def test_reasoning_is_context_only_if_asked(chat_tokenizer, answer):
     assert document.endswith("<think>Pears are fruit.⟦</think>A pear.<|im_end|>⟧")
     (document,), _ = shown(chat_tokenizer, template, {"messages": [ASK, answer]})
     assert document.endswith("⟦<think>Pears are fruit.</think>A pear.<|im_end|>⟧")
+
+
+@pytest.mark.parametrize(
+    ("content", "argument"), [("", "a pear"), ("a pear", "a pear"), ("", "a pear fruit"), ("", "x")]
+)
+def test_a_thought_whose_words_a_call_has_too_hides_no_call(chat_tokenizer, content, argument):
+    call = {"function": {"name": "fruit", "arguments": {"of": argument}}}
+    answer = {"role": "assistant", "content": content, "reasoning_content": "a pear", "tool_calls": [call]}
+    template = CHATML.replace("{{ m.content }}", THINKS + "{{ m.content }}{{ (m.tool_calls or [''])[0] | tojson }}")
+    (document,), _ = shown(chat_tokenizer, template, {"messages": [ASK, answer]}, mask_reasoning=True)
+    assert "<think>a pear⟦</think>" in document and document.count("⟦") == 1
 
 
 @pytest.mark.parametrize("thought", ["pear", "A pear.", "think", "n"])
