@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import Field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -178,7 +179,7 @@ def check_ranges(args: Namespace, ranges: dict[str, tuple]) -> None:
     """Raises PlanError for a number outside of its range: {name: (smallest, largest)}."""
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
-        if not isinstance(value, int | float) or not low <= value <= high:
+        if not isinstance(value, Real) or not low <= value <= high:
             raise PlanError(f"--{name} {value}: must be {low} to {high}.")
 
 
@@ -186,9 +187,9 @@ def check_amounts(args: Namespace) -> None:
     """Raises PlanError for a number of rows or tokens to score that is out of its range."""
     for name in ("context_length", "max_new_tokens", "batch_size"):
         value = getattr(args, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise PlanError(f"--{name} {value}: must be >= 1.")
-    if not isinstance(args.samples, int) or args.samples == 0 or args.samples < -1:
+        if value is not None and (not isinstance(value, Integral) or value < 1):
+            raise PlanError(f"--{name} {value}: must be a whole number >= 1.")
+    if not isinstance(args.samples, Integral) or args.samples == 0 or args.samples < -1:
         raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
 
 

@@ -270,15 +270,16 @@ class Result(TrainState):
         raw: bool = False,
         max_new_tokens: int = 100,
         temperature: float = 0.0,
-        top_k: int = 50,
-        top_p: float = 0.9,
+        top_k: int | None = 50,
+        top_p: float | None = 0.9,
         seed: int = 42,
         batch_size: int = 8,
         images: object = None,
     ) -> str | list[str]:
         """The answer to a prompt, or to each of several. Greedy unless `temperature` is above 0.
 
-        `system`: a system message for chat models. `raw`: continue the prompt as it is, without the chat template.
+        `top_k`, `top_p`: None: all tokens. `system`: a system message for chat models. `raw`: continue the prompt as
+        it is, without the chat template.
         `images`: one or a list, which each prompt shows: paths, bytes of files, or pictures of Pillow's.
         """
         from finetune.run.answers import answers_of, check_sampling
@@ -295,8 +296,8 @@ class Result(TrainState):
         if not prompts or not all(isinstance(p, str) and p for p in prompts):
             raise PlanError("generate(prompt): is empty, or no text. Give a text or a list of them.")
         how = Namespace(
-            system=system, raw=raw, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-            seed=seed, batch_size=batch_size,
+            system=system, raw=raw, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+            top_k=0 if top_k is None else top_k, top_p=1.0 if top_p is None else top_p, batch_size=batch_size,
         )  # fmt: skip
         check_sampling(how)
         references = given_images(images, "generate(images=...)")

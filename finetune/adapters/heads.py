@@ -11,14 +11,15 @@ from finetune.system.json_files import JsonFileError, read_json
 
 FILE = "head.json"
 SCHEMA = {"task": str, "labels": [str], "outputs": int, "pad_token_id": int}
-SCHEMA |= {"messages?": (bool, type(None))}
+SCHEMA |= {"messages?": (bool, type(None)), "whole?": bool}
 
 
 @dataclass(frozen=True)
 class HeadRecord:
     """The head of a checkpoint. `task`: a word of --task; `labels`: names of classes, by number; `outputs`: of the
     head; `pad_token_id`: the token after a row's last; `messages`: its rows were messages, which the chat template
-    renders; None where an earlier version wrote it.
+    renders; None where an earlier version wrote it. `whole`: conversations were read to their last message; earlier
+    versions read them to the last answer.
     """
 
     task: str
@@ -26,6 +27,7 @@ class HeadRecord:
     outputs: int
     pad_token_id: int
     messages: bool | None = None
+    whole: bool = False
 
     @property
     def facts(self) -> HeadFacts:

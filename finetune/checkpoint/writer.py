@@ -137,7 +137,7 @@ class CheckpointWriter:
         files = plan.model
         self.configs = engine.describe_weights(files.name, files.digest)
         if HEAD in self.configs:
-            self.configs[HEAD]["messages"] = reads_messages
+            self.configs[HEAD] |= {"messages": reads_messages, "whole": True}
         generation = generation_config(files.generation_config, files.config, set(learned_ends))
         if generation is not None and ("config.json" in self.configs or generation != files.generation_config):
             self.configs[GENERATION] = generation

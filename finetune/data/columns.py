@@ -216,7 +216,8 @@ class RowOptions:
     desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text. `last_turn`: only a
     conversation's last answer is learned. `mask_reasoning`: an answer's thoughts are not. `images`: rows with images
     are read; None: they are refused. `task`: --task; `class_names`: of its labels, once they are known;
-    `negatives`: each row has a negative text.
+    `negatives`: each row has a negative text. `whole`: a head reads conversations to their last message; False: to
+    their last answer, as heads of earlier versions learned.
     """
 
     format: str = "auto"
@@ -231,6 +232,7 @@ class RowOptions:
     task: str = GENERATE
     class_names: tuple[str, ...] = ()
     negatives: bool = False
+    whole: bool = True
 
     @property
     def documents(self) -> int:

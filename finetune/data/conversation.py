@@ -98,7 +98,7 @@ class Conversation:
         check_rendered(messages, tools, template, row)
         if template.short_ids:
             messages = with_nine_character_ids(messages)
-        is_read = row.options.task in OF_TASKS  # as a whole, to its last message
+        is_read = row.options.task in OF_TASKS and row.options.whole
         answers = () if is_read else tuple(_answers(messages, row))
         asked = answers[-1:] if row.options.last_turn else answers
         targets = [i for i in asked if learned[i]]

@@ -26,7 +26,6 @@ from finetune.parts.data import DataPlan
 
 CONTROL = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>")
 SWITCH = re.compile(r"(?<![\w.'\"])(\w*(?:think|reason)\w*)(?![\w'\"])")
-PLAIN_VALUE = re.compile(r"[\w .-]{1,80}")  # of a row, which becomes a part of the template
 CHATS = {False: chat(answer()), True: chat(answer(reasoning_content=THOUGHT))}
 
 
@@ -137,17 +136,29 @@ def _as_every_row_says(tokenizer: Tokenizer, rows: Iterable[Row]) -> str | None:
         if not given or said not in (None, given):
             return None
         said = given
+    literals = {name: _literal(value) for name, value in sorted((said or {}).items())}
     settings = [
-        f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
-        for name, value in sorted((said or {}).items())
-        if isinstance(value, bool | int | float) or (isinstance(value, str) and PLAIN_VALUE.fullmatch(value))
+        f"{{% if {name} is not defined %}}{{% set {name} = {text} %}}{{% endif %}}"
+        for name, text in literals.items()
+        if text
     ]
-    before = "".join(settings)
-    if not before or not _changes_a_chat(tokenizer, said or {}):
+    if not _changes_a_chat(tokenizer, said or {}):
         return None
-    tokenizer.chat_template = before + tokenizer.chat_template
-    shown = ", ".join(f"{name} is {json.dumps(value)}" for name, value in (said or {}).items())
-    return f"chat template: {shown} where a program does not say, as in every row; it is saved with the tokenizer"
+    tokenizer.chat_template = "".join(settings) + tokenizer.chat_template
+    kept = ", ".join(f"{name} is {json.dumps(value)}" for name, value in (said or {}).items() if literals[name])
+    lines = []
+    if kept:
+        lines = [f"chat template: {kept} where a program does not say, as in every row; it is saved with the tokenizer"]
+    for name in (name for name, text in literals.items() if not text):
+        lines.append(f"chat template: every row sets {name}, which is not saved with it: ask with the same")
+    return "; ".join(lines)
+
+
+def _literal(value: object) -> str:
+    """A value of JSON as templates write it, without the characters that begin or end their code; empty of others."""
+    if isinstance(value, bool | int | float | str):
+        return re.sub(r"[{}%#]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value))
+    return ""
 
 
 def _changes_a_chat(tokenizer: Tokenizer, variables: dict) -> bool:

@@ -199,17 +199,17 @@ def _plain_rows(value: Any, where: str, keep: Callable[[bytes], str]) -> Iterato
             raise PlanError(f"{source}: is {type(row).__name__}, not a dict. Give rows as dicts.")
         check_no_repeated(row, source)
         try:
-            plain = {
-                _unicode(str(name), f"{source}:"): _plain(part, f"{source}: column {name}", keep)
-                for name, part in row.items()
-            }
+            plain = {_unicode(str(name)): _plain(part, f"{source}: column {name}", keep) for name, part in row.items()}
         except RecursionError:
             raise PlanError(f"{source}: contains itself, or is nested too deeply. Give plain values.") from None
         yield source, with_class_names(without_added_nulls(plain), features) if is_table else plain
 
 
 def _line(row: dict) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    try:
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a pair of surrogates, which is a bad row
+        return json.dumps(row).encode() + b"\n"
 
 
 def _rewritten(written: Path, nulls: NullsOfRows) -> Path:
@@ -226,7 +226,7 @@ def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
     digest under which `keep` writes them.
     """
     if isinstance(value, str):
-        return _unicode(value, where)
+        return _unicode(value)
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, bytes) and has_signature(value):
@@ -239,7 +239,7 @@ def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         check_no_repeated(value, where)
-        return {_unicode(str(k), where): _plain(v, where, keep) for k, v in value.items()}
+        return {_unicode(str(k)): _plain(v, where, keep) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v, where, keep) for v in value]
     if isinstance(value, datetime.date | datetime.datetime):
@@ -249,16 +249,14 @@ def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
     raise PlanError(f"{where} is {type(value).__name__}, which is no text, number or list. Convert it.")
 
 
-def _unicode(text: str, where: str) -> str:
-    """The text. Raises PlanError for half of a pair of surrogates, which no file of UTF-8 can hold."""
+def _unicode(text: str) -> str:
+    """The text with pairs of surrogates as the characters that they are; half of one stays, for the reader of the rows
+    to say.
+    """
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise PlanError(
-            f"{where} is not Unicode text (lone surrogate {half}, character {error.start + 1}). Remove it, as "
-            "text.encode(errors='replace').decode() does."
-        ) from None
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     return text
 
 

@@ -208,7 +208,7 @@ def in_time(
         before = waited
         waited = time.monotonic() - began
         meanwhile(waited)
-        grown = received() - here
+        grown = max(0, received() - here)  # a file that gets its name may be missed by a look
         here += grown
         left = min(limit_s, left + grown / SLOWEST_RATE - (waited - before))
         if left <= 0:

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from finetune.cli import check_ranges
@@ -34,8 +35,11 @@ def not_utf8(text: str) -> str | None:
 
 def check_sampling(args: Namespace) -> None:
     """Takes temperatures that no logits are divided by as greedy. Raises PlanError for numbers out of their ranges."""
-    limits = {"max_new_tokens": (1, 10**6), "temperature": (0, 100), "top_k": (0, 10**6), "top_p": (0, 1)}
-    check_ranges(args, limits | {"batch_size": (1, 10**4)})
+    counts = {"max_new_tokens": (1, 10**6), "top_k": (0, 10**6), "batch_size": (1, 10**4)}
+    for name, (low, high) in counts.items():
+        if not isinstance(getattr(args, name), Integral):
+            raise PlanError(f"--{name} {getattr(args, name)}: must be a whole number, {low} to {high}.")
+    check_ranges(args, counts | {"temperature": (0, 100), "top_p": (0, 1)})
     if args.temperature < GREEDY_BELOW:
         args.temperature = 0.0
 

@@ -32,7 +32,7 @@ from finetune.trained_base import TrainedBase
 
 def options_for(record: HeadRecord, options: RowOptions) -> RowOptions:
     """The options of rows that a checkpoint's head reads."""
-    return replace(options, task=record.task, class_names=record.labels, pairs=record.reads_pairs)
+    return replace(options, task=record.task, class_names=record.labels, pairs=record.reads_pairs, whole=record.whole)
 
 
 def refuse_unread(record: HeadRecord | None, args: Namespace, names: tuple[str, ...]) -> None:

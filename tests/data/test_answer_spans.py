@@ -17,23 +17,41 @@ from finetune.data.fit_template import fit_template, prepare_template
 from finetune.data.reading.rows import RawDataset
 from finetune.data.tokens.tokenize import generation_examples, render_sample, tokenize
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import load_tokenizer
+from finetune.model_files.tokenizer import load_tokenizer, opened_ids
 from finetune.parts.data import DataPlan
 from tests.support.chats import with_template
 from tests.support.sentencepiece_bases import write_sentencepiece
 
 
-def with_two_line_breaks(tokenizer):
-    """The tokenizer with a token of two line breaks, and line breaks apart from words, as Qwen's are."""
+@pytest.mark.parametrize("value", ["26/07/2024", "{{ 7 }}", '"%}', "a{# b", 3, 0.5])
+def test_a_value_that_every_row_sets_is_no_code_of_the_template(chat_tokenizer, value):
+    template = "{% if not day is defined %}{% set day = 'today' %}{% endif %}<{{ day }}>" + CHATML
+    tokenizer = with_template(chat_tokenizer, template)
+    read = RowReader(RowOptions()).read({"messages": [ASK, PEAR], "chat_template_kwargs": {"day": value}}, "a.jsonl:1")
+    notice = fit_template(tokenizer, lambda: [read])
+    assert notice is not None and "day is" in notice
+    asked = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
+    assert asked == tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True, day=value)
+    assert asked.startswith(f"<{value}>")
+    tokenizer = with_template(chat_tokenizer, template)
+    read = RowReader(RowOptions()).read({"messages": [ASK, PEAR], "chat_template_kwargs": {"day": ["a"]}}, "a.jsonl:1")
+    assert "every row sets day, which is not saved" in (fit_template(tokenizer, lambda: [read]) or "")
+
+
+def with_two_line_breaks(tokenizer, own: bool = False):
+    """The tokenizer with a token of two line breaks, which are apart from words, as Qwen's are, or with its `own`
+    pre-tokenizer.
+    """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
     pair = ["\u010a", "\u010a"]
     (rare,) = ["".join(model["merges"].pop())]
     model["vocab"]["".join(pair)] = model["vocab"].pop(rare)
     model["merges"].insert(0, pair)
-    own = content["pre_tokenizer"]
+    bytes_of = content["pre_tokenizer"]
     split = {"type": "Split", "pattern": {"Regex": r"[\r\n]+|[^\r\n]+"}, "behavior": "Isolated", "invert": False}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, own | {"use_regex": False}]}
+    if not own:
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, bytes_of | {"use_regex": False}]}
     tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     return tokenizer
 
@@ -269,8 +287,33 @@ def test_what_every_row_sets_is_what_a_program_asks_with_that_sets_nothing(chat_
     assert tokenizer.chat_template == again
     tokenizer = with_template(chat_tokenizer, CLOSES)
     assert fit_template(tokenizer, lambda: [reader.read(row, "a.jsonl:1")], are_all=False) is None
-    for values in ((True, False), (False, False), ("{{ 7 }}",)):  # others; what it does by itself; no plain value
+    for values in ((True, False), (False, False)):  # others; what it does by itself
         assert fitted(*values)[0].chat_template == CLOSES
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\n\n\n", ":", ""])
+def test_line_breaks_at_a_prompts_end_have_the_tokens_that_they_have_alone(plain_tokenizer, chat_tokenizer, end):
+    """The pre-tokenizer of GPT-2 takes the last one for itself where a word follows."""
+    template = (
+        BEGIN + "<|im_start|>{{ m.role }}" + end + "{{ m.content }}<|im_end|>\n" + END + "<|im_start|>assistant" + end
+    )
+    rendered = with_template(chat_tokenizer, template + "{% endif %}")
+    for tokenizer, row in (
+        (plain_tokenizer, {"prompt": f"A fruit?{end}", "completion": "A pear."}),
+        (rendered, {"messages": [ASK, PEAR]}),
+    ):
+        tokenizer = with_two_line_breaks(copy.deepcopy(tokenizer), own=True)
+        raw = RawDataset([row], ["0"], tuple(row), (), "", "rows", 0)
+        ids, is_target = tokenize(raw, RowOptions(), tokenizer, 512).document(0)
+        if "messages" in row:
+            asked = tokenizer.apply_chat_template([ASK], add_generation_prompt=True).input_ids
+        else:
+            asked = opened_ids(tokenizer, row["prompt"])
+        size = len(asked)
+        assert ids[:size].tolist() == asked and not is_target[:size].any() and is_target[size:].all()
+        assert tokenizer.decode(ids[size:]).startswith("A pear.")
+        ((prompt, expected, _),) = generation_examples(raw, RowOptions(), tokenizer)
+        assert prompt == asked and expected == "A pear."
 
 
 SWITCHES_OFF = "{% if enable_thinking is defined and enable_thinking is false %}{{ '\n' }}</think>\n\n{% endif %}"

@@ -111,6 +111,11 @@ def test_a_download_that_stops_after_a_fast_beginning_has_the_same_end(monkeypat
     assert time.monotonic() - began < 30
 
 
+def test_a_file_that_one_look_misses_takes_no_time_away():
+    looks = iter([10**9, 0] + [10**9] * 10**6)
+    assert hub.in_time(lambda: time.sleep(2.5) or 7, received=lambda: next(looks), limit_s=60) == 7
+
+
 @pytest.mark.parametrize("answer", [b"null", b"[]", b"7", b'{"sha": 5, "siblings": [{"rfilename": null}]}', b"<html>"])
 def test_an_answer_that_no_hub_gives_is_one_line(endpoint, answer):
     ANSWERS["/api/"] = answer

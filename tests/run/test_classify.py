@@ -22,6 +22,7 @@ from finetune.data.tokens.tokenize import tokenize
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.classes import class_of, reads_last_token
 from finetune.run.head_scores import Confusions, of_classes
+from finetune.run.heads import options_for
 from tests.support.cells import but_slow
 from tests.support.rows import jsonl
 from tests.support.runs import WHOLE_STATE, read_events
@@ -291,6 +292,17 @@ def test_a_conversation_is_read_to_its_last_message_as_its_template_renders_it(t
         rows = tokenize(raw, RowOptions(task=task, class_names=names), chat_tokenizer, 512)
         rendered = chat_tokenizer.apply_chat_template(messages[:number]).input_ids
         assert rows.document(0)[0].tolist() == rendered and rows.notices == ()
+
+
+def test_a_head_of_an_earlier_version_is_asked_as_it_learned(chat_tokenizer):
+    """Conversations to their last answer: its head.json does not say that they were read whole."""
+    said = (("user", "hi"), ("assistant", "What is it?"), ("user", "bye"))
+    row = {"text": [{"role": role, "content": text} for role, text in said], "label": "a"}
+    raw = RawDataset([row], ["0"], tuple(row), (), "", "rows", 0)
+    for whole in (True, False):
+        options = options_for(HeadRecord("classify", ("a", "b"), 2, 0, True, whole), RowOptions())
+        ids = tokenize(raw, options, chat_tokenizer, 512).document(0)[0]
+        assert ("bye" in chat_tokenizer.decode(ids)) is whole
 
 
 def test_a_text_is_asked_as_the_rows_were_learned(trained, flags, tmp_path, capsys):

@@ -26,6 +26,7 @@ from finetune.model_files.tokenizer import Tokenizer, continued
 from finetune.parts.objectives import EMBED
 from finetune.system.untrusted import untrusted
 
+NEAR = 2  # characters beside the whitespace at a prompt's end that decide its tokens
 NO_TEMPLATE = (
     "needs a chat template, and the run began without one, as its first rows need none. Begin it with --chat_template "
     "chatml, or remove the row."
@@ -87,6 +88,7 @@ class RowEncoder:
         self.images = images
         self.template = TemplateWords.of(tokenizer)
         self.specials = special_texts(tokenizer)
+        self.changes: dict[tuple[str, str], bool] = {}  # of texts around a prompt's end: see _changes
         self.pad_id: int | None = None
         if reader.options.has_head:
             self.pad_id = padding_of(tokenizer)
@@ -311,8 +313,8 @@ class RowEncoder:
                     f"{first}: the model's own processor makes other tokens of a text with images than its tokenizer "
                     "of the same text. Rows with images cannot be learned with this model."
                 )
-            if from_template and item.ids is None:
-                encoding = self._asked_apart(item.document, text, encoding)
+            if item.ids is None:
+                encoding = self._asked_apart(item.document, text, encoding, from_template)
             of_document = _with_targets(
                 item.document, text, encoding, self.tokenizer.eos_token_id, self.takes_whitespace
             )
@@ -324,27 +326,47 @@ class RowEncoder:
             found.append(Encoded(*of_document, item.conversation, images=images, is_image=is_image))
         return found
 
-    def _asked_apart(self, document: Document, text: str, encoding: Any) -> Any:
+    def _asked_apart(self, document: Document, text: str, encoding: Any, from_template: bool) -> Any:
         """The document's tokens, with those of a prompt as programs ask for its answer: without a token that has the
-        prompt's last characters and the answer's first ones.
+        prompt's last characters and a rendered answer's first ones, and with line breaks as they are at a text's end.
         """
-        starts, ends, _ = _places(encoding)
+        _, ends, starts = _places(encoding)
         is_mark = np.isin(encoding.ids, self.takes_whitespace)
-        bounds = [end for span, _, end in _placed(document) if span.ends_prompt]
-        crossed = [at for at in bounds if ((starts < at) & (ends > at) & ~is_mark).any()]
-        if not crossed:
+        cut = []
+        for at in _prompt_ends(document, from_template):
+            is_crossed = ((starts < at) & (ends > at) & ~is_mark).any()
+            if is_crossed:
+                is_cut = from_template
+            else:
+                is_cut = text[at - 1].isspace() and self._changes(_tail(text[:at]), text[at : at + NEAR])
+            if is_cut:
+                cut.append(at)
+        if not cut:
             return encoding
         found = Tokens([], [], [])
-        for start, stop in itertools.pairwise([0, *crossed, len(text)]):
+        for start, stop in itertools.pairwise([0, *cut, len(text)]):
             if start:
                 ids, offsets = continued(self.tokenizer, text[start:stop])
+                number = len(ids)
             else:
-                first = self.tokenizer([text[:stop]], add_special_tokens=False, return_offsets_mapping=True)
-                ids, offsets = first.encodings[0].ids, first.encodings[0].offsets
-            found.ids += ids
-            found.offsets += [(start + a, start + b) for a, b in offsets]
-            found.special_tokens_mask += [0] * len(ids)
+                (first,) = self.tokenizer(
+                    [text[:stop]], add_special_tokens=not from_template, return_offsets_mapping=True, verbose=False
+                ).encodings
+                ids, offsets = first.ids, first.offsets
+                number = next((n for n in range(len(ids), 0, -1) if not first.special_tokens_mask[n - 1]), 0)
+            found.ids += ids[:number]
+            found.offsets += [(start + a, start + b) for a, b in offsets[:number]]
+            found.special_tokens_mask += [0] * number
         return found
+
+    def _changes(self, before: str, after: str) -> bool:
+        """True if the tokens of a text's end are others where the text goes on."""
+        if (before, after) not in self.changes:
+            alone, joined = self.tokenizer(
+                [before, before + after], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            ).encodings
+            self.changes[before, after] = joined.ids[: len(alone.ids)] != alone.ids
+        return self.changes[before, after]
 
 
 @dataclass
@@ -354,6 +376,20 @@ class Tokens:
     ids: list[int]
     offsets: list[tuple[int, int]]
     special_tokens_mask: list[int]
+
+
+def _tail(text: str) -> str:
+    """The whitespace at a text's end with what is before it."""
+    return text[max(0, len(text.rstrip()) - NEAR) :]
+
+
+def _prompt_ends(document: Document, from_template: bool) -> list[int]:
+    """The characters of a text at which an answer begins."""
+    if from_template:
+        return [end for span, _, end in _placed(document) if span.ends_prompt and end]
+    places = list(_placed(document))
+    pairs = itertools.pairwise(places)
+    return [end for (span, _, end), (after, _, _) in pairs if end and not span.is_target and after.is_target]
 
 
 def _last_of_each(answers: list[tuple]) -> list[Encoded] | PlanError:

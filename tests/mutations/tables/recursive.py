@@ -57,7 +57,7 @@ TABLE = (
         'if backend == "mps" and size > 1:',
         'if backend == "mps" and size > 2:',
     ),
-    Mutation("TR_09", "--top-p 1.0 is refused", "generate.py", '"top_p": (0, 1)}', '"top_p": (0, 0.99)}'),
+    Mutation("TR_09", "--top-p 1.0 is refused", "finetune/run/answers.py", '"top_p": (0, 1)}', '"top_p": (0, 0.99)}'),
     Mutation(
         "TR_10",
         "rows over --max-length are not counted",
