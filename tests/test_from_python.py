@@ -22,7 +22,6 @@ from finetune.config import FIELDS
 from finetune.data import in_memory
 from finetune.data.in_memory import as_file, is_rows
 from finetune.data.reading.sources import read_rows
-from finetune.data.reading.sources import read_rows
 from finetune.errors import PlanError
 from finetune.from_python import OF_ROWS, Callback, Callbacks, Result
 from tests.promises.test_docs_are_true import blocks
