@@ -288,7 +288,9 @@ def _before_text(message: dict, answer: str) -> str:
     calls = message.get("tool_calls", ())
     if calls:  # the first begins where its name is, and all arguments follow
         said = [text for call in calls for text in _leaves(call["function"]["arguments"])]
-        places = (found.start() for found in re.finditer(re.escape(calls[0]["function"]["name"]), answer))
+        names = [call["function"]["name"] for call in calls]
+        places = [found.start() for found in re.finditer(re.escape(names[0]), answer)]
+        places = places[: len(places) + 1 - names.count(names[0])]  # all calls of this name follow
         end = max((at for at in places if all(_is_in(text, answer[at:]) for text in said)), default=end)
     text = said_by(message).strip()
     if text and text in answer[:end]:

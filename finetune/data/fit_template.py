@@ -112,9 +112,11 @@ def _rows_of_template(rows: Callable[[], Iterable[Row]], name: str) -> Iterator[
 
 def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool, are_all: bool) -> str | None:
     """Does what `fit_template` does, for a tokenizer with one template."""
-    notices = []
-    if are_all:
-        notices = [_as_every_row_says(tokenizer, rows())]
+    before = tokenizer.chat_template
+    notices = [_as_every_row_says(tokenizer, rows())]
+    if notices[0] and not are_all:
+        tokenizer.chat_template = before
+        notices = ["chat template: the first rows set its switches, and the saved one does not: ask with the same"]
     notices.append(_fitted(tokenizer, rows, are_learned and are_all))
     return "; ".join(filter(None, notices)) or None
 

@@ -47,10 +47,14 @@ def without_empty_thought(expected: str) -> str:
 
 
 def without_thought(answer: str, expected: str) -> str:
-    """The model's answer, without its thought if none is expected."""
-    if CLOSES in without_empty_thought(expected):
+    """The model's answer, without its thought if none is expected; empty of a thought that has no end."""
+    wanted = without_empty_thought(expected)
+    if CLOSES in wanted:
         return answer
-    return answer.rpartition(CLOSES)[2]
+    if CLOSES in answer:
+        return answer.rpartition(CLOSES)[2]
+    begins_in_thought = wanted != expected and not expected.lstrip().startswith(OPENS)  # which the prompt opened
+    return "" if begins_in_thought or answer.lstrip().startswith(OPENS) else answer
 
 
 def may_become(answer: str, expected: str) -> bool:
@@ -109,6 +113,7 @@ def chosen(choices: list[str], answer: str, expected: str) -> bool:
     if len(set(map(fold, choices))) < len(choices):  # A and a
         fold = str
     answer = without_thought(answer, expected)
+    expected = without_empty_thought(expected)
     words = [WORD.findall(fold(choice)) for choice in choices]
     found = []
     for choice, own in zip(choices, words, strict=True):

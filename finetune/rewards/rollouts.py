@@ -150,14 +150,15 @@ class Rollouts(Data):
                 "answer. Raise it, or remove the row."
             )
         of_row = self.rows.get(source, {})
-        expected = without_empty_thought(expected)
-        return Prompt(ids, self.tokenizer.decode(ids), None if is_missing(expected) else expected, of_row, source)
+        known = None if is_missing(without_empty_thought(expected)) else expected
+        return Prompt(ids, self.tokenizer.decode(ids), known, of_row, source)
 
     def check(self) -> None:
         """Raises PlanError for a row that cannot be asked or rewarded."""
         metric = self.rewards.needs_answers
         prompts = [self.prompt(row) for row in range(self.train.num_rows)]
-        self.rewards.choose_among([prompt.expected for prompt in prompts if prompt.expected is not None])
+        known = [prompt.expected for prompt in prompts if prompt.expected is not None]
+        self.rewards.choose_among([without_empty_thought(expected) for expected in known])
         for prompt in prompts:
             if metric and prompt.expected is None:
                 raise PlanError(

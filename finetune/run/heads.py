@@ -131,11 +131,12 @@ def outputs_of_texts(
     read = DatasetSource.of(raw, options, Source(raw.description))
     cut = Cut(base.context_length)  # each is read, whatever rows of a run were
     documents = rows_in(engine, tokenizer, [read], cut)
-    if documents.num_cut and engine.rank == 0:
+    length = cut.within(engine.context_limit()).context_length
+    over = int((documents.full_lengths[: len(texts)] > length).sum())  # the last may be read twice
+    if over and engine.rank == 0:
         say(
-            f"note: {documents.num_cut:,} of the texts are over --context_length "
-            f"{cut.within(engine.context_limit()).context_length:,} of the run, and read to there alone (the longest: "
-            f"{documents.full_lengths.max():,} tokens)",
+            f"note: {over:,} of the texts are over --context_length {length:,} of the run, and read to there alone "
+            f"(the longest: {documents.full_lengths.max():,} tokens)",
             file=sys.stderr,
         )
     return outputs_of(engine, documents)[: len(texts)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.engine import Engine
 from finetune.generation import Prompt, legible
+from finetune.parts.answer_metrics import judges
 from finetune.parts.run_data import RunData
 from finetune.run.evaluation import shared
 from finetune.system.files import open_file
@@ -54,6 +55,7 @@ def lines_of(
     """The lines of samples.jsonl for this step. Prompts from `num_drawn` on were picked because a score found them
     wrong; their lines say so. `of_step`: the step of the weights, if it is another.
     """
+    exact = judges(["exact"], None)["exact"]
     weights = {}
     if of_step is not None:
         weights["of_step"] = of_step
@@ -65,7 +67,7 @@ def lines_of(
             "prompt": data.tokenizer.decode(legible(prompt))[-MOST_LETTERS:],
             "expected": expected[:MOST_LETTERS],
             "answer": answer[:MOST_LETTERS],
-            "right": answer.strip() == expected.strip(),
+            "right": exact(answer, expected),
             **({"images": prompt.pictures()} if isinstance(prompt, Prompt) else {}),
         }
         for (prompt, expected, source), answer in zip(prompts, answers, strict=True)

@@ -286,7 +286,8 @@ def test_what_every_row_sets_is_what_a_program_asks_with_that_sets_nothing(chat_
     assert fit_template(tokenizer, lambda: [reader.read(row, "a.jsonl:1")]) is None  # as of a resumed run
     assert tokenizer.chat_template == again
     tokenizer = with_template(chat_tokenizer, CLOSES)
-    assert fit_template(tokenizer, lambda: [reader.read(row, "a.jsonl:1")], are_all=False) is None
+    said = fit_template(tokenizer, lambda: [reader.read(row, "a.jsonl:1")], are_all=False)
+    assert said is not None and "the first rows set its switches" in said and tokenizer.chat_template == CLOSES
     for values in ((True, False), (False, False)):  # others; what it does by itself
         assert fitted(*values)[0].chat_template == CLOSES
 
@@ -479,6 +480,14 @@ def test_a_thought_whose_words_a_call_has_too_hides_no_call(chat_tokenizer, cont
     call = {"function": {"name": "fruit", "arguments": {"of": argument}}}
     answer = {"role": "assistant", "content": content, "reasoning_content": "a pear", "tool_calls": [call]}
     template = CHATML.replace("{{ m.content }}", THINKS + "{{ m.content }}{{ (m.tool_calls or [''])[0] | tojson }}")
+    (document,), _ = shown(chat_tokenizer, template, {"messages": [ASK, answer]}, mask_reasoning=True)
+    assert "<think>a pear⟦</think>" in document and document.count("⟦") == 1
+
+
+def test_a_thought_in_two_equal_calls_hides_neither(chat_tokenizer):
+    call = {"function": {"name": "fruit", "arguments": {"of": "a pear"}}}
+    answer = {"role": "assistant", "content": "", "reasoning_content": "a pear", "tool_calls": [call, call]}
+    template = CHATML.replace("{{ m.content }}", THINKS + "{{ m.content }}{{ (m.tool_calls or []) | tojson }}")
     (document,), _ = shown(chat_tokenizer, template, {"messages": [ASK, answer]}, mask_reasoning=True)
     assert "<think>a pear⟦</think>" in document and document.count("⟦") == 1
 

@@ -131,6 +131,8 @@ THOUGHT_OF = {  # (answer, expected): right?
     ("Hm, Rome?\n</think>\n\nIt is Paris", "\n</think>\n\nParis"): {"contains": True, "exact": False},
     ("Hm, Paris?\n</think>\n\nIt is Rome", "\n</think>\n\nParis"): {"contains": False, "exact": False},
     ("\n</think>\n\nParis", "\n</think>\n\nParis"): {"contains": True, "exact": True},
+    ("I wonder if it is Paris or Rome, so", "\n</think>\n\nParis"): {"contains": False, "exact": False},
+    ("<think>7 or", "7"): {"numeric": False, "exact": False},
     ("<think>Rome?</think>Paris", "Paris"): {"contains": True, "exact": True},
     ("<think>\n\n</think>\n\n7", "<think>\n\n</think>\n\n7"): {"exact": True, "numeric": True, "json": True},
     ("<think>1 or 2</think>7", "7"): {"exact": True, "numeric": True, "json": True},
