@@ -120,6 +120,10 @@ def test_score_and_generate_read_a_checkpoint_and_what_is_merged(trained, flags,
         label, probability = capsys.readouterr().out.split(" | ")[0].split()
         best = trained.classify(TEXTS[0])
         assert label == next(iter(best)) and float(probability) == pytest.approx(best[label], abs=1e-4)
+        args[-1] = "bf16"  # what a model without a run is opened in where a processor has such products
+        assert generate.main([*args, "--prompt", TEXTS[0]]) == 0
+        low_label, low = capsys.readouterr().out.split(" | ")[0].split()
+        assert low_label == label and float(low) == pytest.approx(float(probability), abs=0.05)
 
 
 def test_of_several_validation_files_each_has_the_loss_that_score_py_gives_it(flags, tmp_path):

@@ -381,6 +381,7 @@ class WeightLoader:
         self.all_stored = any(prequantized.parts(name, checkpoint) for name in checkpoint.file_of)
         strict = model._keep_in_fp32_modules_strict or ()
         kept = [*strict, *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ())]
+        kept += heads.saved_words(model)[0]  # which compute in fp32
         self.fp32: re.Pattern[str] | None = None
         if kept:
             self.fp32 = re.compile("|".join(rf"(^|\.){re.escape(k)}(\.|$)" for k in kept))
