@@ -26,6 +26,7 @@ from finetune.model_files.tokenizer import Tokenizer, continued
 from finetune.parts.objectives import EMBED
 from finetune.system.untrusted import untrusted
 
+Places = tuple[np.ndarray, np.ndarray, np.ndarray]  # of tokens in a text, see _places
 NEAR = 2  # characters beside the whitespace at a prompt's end that decide its tokens
 NO_TEMPLATE = (
     "needs a chat template, and the run began without one, as its first rows need none. Begin it with --chat_template "
@@ -313,10 +314,12 @@ class RowEncoder:
                     f"{first}: the model's own processor makes other tokens of a text with images than its tokenizer "
                     "of the same text. Rows with images cannot be learned with this model."
                 )
-            if item.ids is None:
-                encoding = self._asked_apart(item.document, text, encoding, from_template)
+            places = _places(encoding)
+            if item.ids is None and (cut := self._cuts(item.document, text, encoding, places, from_template)):
+                encoding = self._apart(text, cut, from_template)
+                places = _places(encoding)
             of_document = _with_targets(
-                item.document, text, encoding, self.tokenizer.eos_token_id, self.takes_whitespace
+                item.document, text, encoding, places, self.tokenizer.eos_token_id, self.takes_whitespace
             )
             images = tuple(image.digest.encode() for image in item.document.images)
             is_image = None
@@ -326,23 +329,24 @@ class RowEncoder:
             found.append(Encoded(*of_document, item.conversation, images=images, is_image=is_image))
         return found
 
-    def _asked_apart(self, document: Document, text: str, encoding: Any, from_template: bool) -> Any:
-        """The document's tokens, with those of a prompt as programs ask for its answer: without a token that has the
-        prompt's last characters and a rendered answer's first ones, and with line breaks as they are at a text's end.
+    def _cuts(self, document: Document, text: str, encoding: Any, places: Places, from_template: bool) -> list[int]:
+        """The ends of prompts at which a text is tokenized apart, for a prompt to have the tokens that programs ask with:
+        a token has its last characters and a rendered answer's first ones, or its line breaks are others at an end.
         """
-        _, ends, starts = _places(encoding)
-        is_mark = np.isin(encoding.ids, self.takes_whitespace)
+        _, ends, starts = places
         cut = []
         for at in _prompt_ends(document, from_template):
-            is_crossed = ((starts < at) & (ends > at) & ~is_mark).any()
-            if is_crossed:
+            crossed = np.flatnonzero((starts < at) & (ends > at))
+            if any(encoding.ids[token] not in self.takes_whitespace for token in crossed):
                 is_cut = from_template
             else:
-                is_cut = text[at - 1].isspace() and self._changes(_tail(text[:at]), text[at : at + NEAR])
+                is_cut = text[max(0, at - 2) : at].isspace() and self._changes(_tail(text[:at]), text[at : at + NEAR])
             if is_cut:
                 cut.append(at)
-        if not cut:
-            return encoding
+        return cut
+
+    def _apart(self, text: str, cut: list[int], from_template: bool) -> "Tokens":
+        """The tokens of a text's parts."""
         found = Tokens([], [], [])
         for start, stop in itertools.pairwise([0, *cut, len(text)]):
             if start:
@@ -428,7 +432,7 @@ def _placed(document: Document) -> Iterator[tuple[Span, int, int]]:
         at += len(span.text)
 
 
-def _places(encoding: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _places(encoding: Any) -> Places:
     """(first characters, the ones after the last, first ones with spaces before them) of tokens.
 
     Byte-level tokenizers trim spaces off a token's offsets: a token of only spaces has an empty span, and starts where
@@ -441,15 +445,20 @@ def _places(encoding: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _with_targets(
-    document: Document, text: str, encoding: Any, eos_id: int | None, takes_whitespace: Sequence[int] = ()
+    document: Document,
+    text: str,
+    encoding: Any,
+    places: Places,
+    eos_id: int | None,
+    takes_whitespace: Sequence[int] = (),
 ) -> tuple[np.ndarray, np.ndarray, Callable[[int], str]]:
     """(ids, targets, see Encoded.answer_text). `takes_whitespace`: ids whose offsets hold whitespace after them."""
     ids = np.array(encoding.ids, np.int32)
     if not len(ids):
         return np.zeros(1, np.int32), np.zeros(1, bool), str
-    starts, ends, trimmed = _places(encoding)
+    starts, ends, trimmed = places
     is_target = np.zeros(len(ids), bool)
-    is_mark = np.isin(ids, takes_whitespace)
+    is_mark = np.isin(ids, takes_whitespace) if takes_whitespace else np.zeros(len(ids), bool)
     answer_end = len(text)
     for span, first, end in _placed(document):
         if span.is_target and span.text:
