@@ -330,8 +330,8 @@ class RowEncoder:
         return found
 
     def _cuts(self, document: Document, text: str, encoding: Any, places: Places, from_template: bool) -> list[int]:
-        """The ends of prompts at which a text is tokenized apart, for a prompt to have the tokens that programs ask with:
-        a token has its last characters and a rendered answer's first ones, or its line breaks are others at an end.
+        """The ends of prompts at which a text is tokenized apart, to give these the tokens that programs ask with: a
+        token has the last characters and a rendered answer's first ones, or line breaks are others at a text's end.
         """
         _, ends, starts = places
         cut = []
