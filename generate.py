@@ -39,8 +39,8 @@ from finetune.run.answers import answers_of, begun, check_sampling, content_of, 
 from finetune.system.terminal import say
 
 MOST_LABELS = 5  # of a prompt that are printed
-# Columns of a row that belong to what is asked.
 OF_JSON = (".jsonl", ".ndjson", ".json")  # suffixes of files whose lines are rows
+# Columns of a row that belong to what is asked.
 BESIDE_A_PROMPT = {*IMAGE_NAMES, *OF_CONVERSATIONS, "history", "messages", "input", "question", "query"}
 
 

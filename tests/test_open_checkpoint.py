@@ -200,7 +200,7 @@ def test_a_trained_adapter_is_opened(trained, program, rows_file, tmp_path):
 def test_an_adapter_without_a_tokenizer_is_said_to_be_asked_with_that_of_its_base(
     trained, program, rows_file, tmp_path, capsys
 ):
-    """As in a step's folder that was copied out of its run, whose template may be another."""
+    """A step's folder that was copied out of its run is one, and its template may be another."""
     open_with(program, trained, rows_file, tmp_path)
     said = "tokenizer: that of "
     captured = capsys.readouterr()

@@ -247,9 +247,14 @@ class RowOptions:
         return self.task != GENERATE
 
     @property
+    def reads_texts(self) -> bool:
+        """True if rows have texts that a head reads, and no answers."""
+        return self.task in OF_TASKS
+
+    @property
     def formats(self) -> tuple[str, ...]:
         """The formats that rows may have."""
-        if self.task in OF_TASKS:
+        if self.reads_texts:
             return (self.task,)
         if self.pairs or self.labels:
             if self.labels:
@@ -609,7 +614,7 @@ class RowReader:
 
     def _detected(self, known: dict[str, str]) -> str | None:
         known = self._with_conversation(known)
-        others = OF_TASKS if self.options.task not in OF_TASKS else ()
+        others = () if self.options.reads_texts else OF_TASKS
         read = {name: fmt for name, fmt in FORMATS.items() if name not in others}
         matching = [name for name, fmt in read.items() if fmt.required.keys() <= fmt.columns(known).keys()]
         return next((name for name in matching if name in self.options.formats), next(iter(matching), None))
@@ -967,7 +972,7 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
         return f"{dataset}: columns {found} {fact}. Name them, as in --columns question=0,answer=1."
     if any(re.search(r"[.?!]$|^-?[\d.]+$", str(column).strip()) for column in columns):
         return f"{dataset}: columns {found} look like a row. The first line of a table names its columns: add one."
-    if options.task in OF_TASKS:
+    if options.reads_texts:
         fields = in_prose(list(FORMATS[options.task].required))
         given = _as_columns(FORMATS[options.task])
         return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from finetune.data.answer_marks import AnswerMarks
 from finetune.data.chat_template import Rendering, request_of
-from finetune.data.columns import OF_TASKS, Row
+from finetune.data.columns import Row
 from finetune.data.formats import Document, Span, joined_question, question_and_answer
 from finetune.data.images.marks import IMAGE_MARK, marked_in, with_plain_marks
 from finetune.data.images.references import ImageReference
@@ -98,7 +98,7 @@ class Conversation:
         check_rendered(messages, tools, template, row)
         if template.short_ids:
             messages = with_nine_character_ids(messages)
-        is_read = row.options.task in OF_TASKS and row.options.whole
+        is_read = row.options.reads_texts and row.options.whole
         answers = () if is_read else tuple(_answers(messages, row))
         asked = answers[-1:] if row.options.last_turn else answers
         targets = [i for i in asked if learned[i]]
@@ -177,7 +177,7 @@ class Conversation:
             note_unread_fields(self.messages, rendering.unread, self.row)
             check_tools(self.tools, rendering.unread, self.row)
         if not self.answers:
-            if count and self.row.options.task in OF_TASKS:
+            if count and self.row.options.reads_texts:
                 self._count_unrendered({}, texts[0])
             return [Document((Span(texts[0], False),), from_template=True, add_eos=False, images=self.images)]
         pairs = zip(self.answers, texts[::2], texts[1::2], strict=True)
@@ -352,7 +352,7 @@ def turns_of(row: Row) -> tuple[list[dict], list[bool], int]:
         if "messages" not in row.values:
             raise PlanError(f"{row.source}: field {row.columns['messages']!r} is missing, must be a list of messages.")
         messages, learned = chat_messages(row.get("messages"), row.columns["messages"], row)
-        if row.options.task not in OF_TASKS:
+        if not row.options.reads_texts:
             note_turns(messages, row)
     elif row.format == "prompt_completion":
         messages, learned, asked = _prompted(row)

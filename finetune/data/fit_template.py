@@ -112,48 +112,56 @@ def _rows_of_template(rows: Callable[[], Iterable[Row]], name: str) -> Iterator[
 
 def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool, are_all: bool) -> str | None:
     """Does what `fit_template` does, for a tokenizer with one template."""
-    before = tokenizer.chat_template
-    notices = [_as_every_row_says(tokenizer, rows())]
-    if notices[0] and not are_all:
-        tokenizer.chat_template = before
-        notices = ["chat template: the first rows set its switches, and the saved one does not: ask with the same"]
-    notices.append(_fitted(tokenizer, rows, are_learned and are_all))
-    return "; ".join(filter(None, notices)) or None
+    notices = []
+    if said := _set_by_every_row(tokenizer, rows()):
+        if are_all:
+            notices = _with_defaults(tokenizer, said)
+        else:
+            notices = ["chat template: the first rows set its switches, and the saved one does not: ask with the same"]
+    if fitted := _fitted(tokenizer, rows, are_learned and are_all):
+        notices.append(fitted)
+    return "; ".join(notices) or None
 
 
-def _as_every_row_says(tokenizer: Tokenizer, rows: Iterable[Row]) -> str | None:
-    """Gives the template's switches the values that every row sets, where a program sets none: it would ask otherwise
-    than all rows answer. Ends with the first row that sets none, or others. Returns the notice.
+def _with_answers(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows that the template renders; those of a head have no answers."""
+    return (row for row in rows if row.format not in OF_TASKS and uses_template(row, has_template=True))
+
+
+def _set_by_every_row(tokenizer: Tokenizer, rows: Iterable[Row]) -> dict:
+    """The values that every row sets of the template's switches, where it renders a chat otherwise with them: programs
+    that set none would ask otherwise than all rows answer. Reads to the first row that sets none, or others.
     """
     words = TemplateWords.of(tokenizer)
-    said: dict | None = None
-    for row in rows:
-        if row.format in OF_TASKS or not uses_template(row, has_template=True):
-            continue
+    said: dict = {}
+    for row in _with_answers(rows):
         try:
             given = template_variables(row, words)
         except PlanError:  # named where the row is tokenized
-            return None
+            return {}
         given = {name: value for name, value in given.items() if name in words.switches}
-        if not given or said not in (None, given):
-            return None
+        if not given or (said and given != said):
+            return {}
         said = given
-    literals = {name: _literal(value) for name, value in sorted((said or {}).items())}
+    return said if said and _changes_a_chat(tokenizer, said) else {}
+
+
+def _with_defaults(tokenizer: Tokenizer, said: dict) -> list[str]:
+    """Gives the template's switches these values where a program sets none. Returns the notices."""
+    literals = {name: _literal(value) for name, value in sorted(said.items())}
     settings = [
         f"{{% if {name} is not defined %}}{{% set {name} = {text} %}}{{% endif %}}"
         for name, text in literals.items()
         if text
     ]
-    if not _changes_a_chat(tokenizer, said or {}):
-        return None
     tokenizer.chat_template = "".join(settings) + tokenizer.chat_template
-    kept = ", ".join(f"{name} is {json.dumps(value)}" for name, value in (said or {}).items() if literals[name])
+    kept = ", ".join(f"{name} is {json.dumps(value)}" for name, value in said.items() if literals[name])
     lines = []
     if kept:
         lines = [f"chat template: {kept} where a program does not say, as in every row; it is saved with the tokenizer"]
     for name in (name for name, text in literals.items() if not text):
         lines.append(f"chat template: every row sets {name}, which is not saved with it: ask with the same")
-    return "; ".join(lines)
+    return lines
 
 
 def _literal(value: object) -> str:
@@ -254,9 +262,7 @@ def kinds_of_answers(tokenizer: Tokenizer, rows: Iterable[Row]) -> tuple[set[boo
     words = TemplateWords.of(tokenizer)
     found: set[bool] = set()
     is_fixed = True
-    for row in rows:
-        if row.format in OF_TASKS or not uses_template(row, has_template=True):  # those of a head have no answers
-            continue
+    for row in _with_answers(rows):
         try:
             conversation = Conversation.of(row, words)
         except PlanError:  # named where the row is tokenized

@@ -64,9 +64,7 @@ def check_blob(path: Path, digest: str | None = None) -> None:
         if blob.name not in (hashlib.sha1(begin + content).hexdigest() for begin in (b"blob %d\0" % len(content), b"")):
             kind = "sha1"
     if kind:
-        raise PlanError(
-            f"{path}: is not the file that the Hub has (its {kind} differs). Remove {blob}, and it is downloaded again."
-        )
+        raise PlanError(f"{path}: is not the file that the Hub has (its {kind} differs). {remedy_of(path)}")
 
 
 def sampled_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:

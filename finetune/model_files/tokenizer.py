@@ -258,12 +258,12 @@ def unknown_id(tokenizer: Tokenizer) -> int | None:
 def opened_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text that goes on: with what the tokenizer puts before a text, without an end that it puts after it."""
     found = tokenizer(text, return_special_tokens_mask=True)
-    ids = found.input_ids
-    added = found.special_tokens_mask
-    end = next((n for n in range(len(ids), 0, -1) if not added[n - 1]), 0)
-    if end:
-        return ids[:end]
-    return ids[:1]
+    return found.input_ids[: own_length(found.special_tokens_mask) or 1]
+
+
+def own_length(special_tokens_mask: Sequence[int]) -> int:
+    """The number of a text's tokens without those that the tokenizer puts after it; 0 if all are the tokenizer's."""
+    return next((n for n in range(len(special_tokens_mask), 0, -1) if not special_tokens_mask[n - 1]), 0)
 
 
 ENOUGH = 8  # last tokens of a prompt by which a tokenizer knows where in a text it is

@@ -265,14 +265,14 @@ def test_a_template_that_fits_by_itself_is_not_touched_and_one_row_is_read(chat_
 
 
 def test_what_every_row_sets_is_what_a_program_asks_with_that_sets_nothing(chat_tokenizer):
-    def fitted(*values):
+    def fitted(values):
         tokenizer = with_template(chat_tokenizer, CLOSES)
         rows = [{"messages": [ASK, PEAR], "chat_template_kwargs": {"enable_thinking": value}} for value in values]
         reader = RowReader(RowOptions())
         notice = fit_template(tokenizer, lambda: [reader.read(row, f"a.jsonl:{i}") for i, row in enumerate(rows)])
         return tokenizer, notice
 
-    tokenizer, notice = fitted(True, True)
+    tokenizer, notice = fitted((True, True))
     assert notice is not None and notice.startswith("chat template: enable_thinking is true where a program does not")
     asked = [tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)]
     asked += [
@@ -289,7 +289,7 @@ def test_what_every_row_sets_is_what_a_program_asks_with_that_sets_nothing(chat_
     said = fit_template(tokenizer, lambda: [reader.read(row, "a.jsonl:1")], are_all=False)
     assert said is not None and "the first rows set its switches" in said and tokenizer.chat_template == CLOSES
     for values in ((True, False), (False, False)):  # others; what it does by itself
-        assert fitted(*values)[0].chat_template == CLOSES
+        assert fitted(values)[0].chat_template == CLOSES
 
 
 @pytest.mark.parametrize("end", ["\n", "\n\n", "\n\n\n", ":", ""])
@@ -389,7 +389,7 @@ def test_a_prompt_that_ends_with_the_beginning_of_the_answer_is_continued(chat_t
 
 @pytest.mark.parametrize("content", ["A pear.", "  A pear.", "\nA pear."])
 def test_a_mark_that_takes_the_whitespace_after_it_is_no_target(tmp_path, content):
-    """As Phi-3's <|assistant|>, whose offsets in the text hold the whitespace that an answer begins with."""
+    """The offsets of Phi-3's <|assistant|> in the text hold the whitespace that an answer begins with."""
     write_sentencepiece(tmp_path, transformers.LlamaTokenizer)
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.chat_template = BEGIN + "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n" + END + "<|assistant|>\n{% endif %}"
@@ -406,7 +406,7 @@ def test_a_mark_that_takes_the_whitespace_after_it_is_no_target(tmp_path, conten
 
 @pytest.mark.parametrize("row", [{"prompt": "q:", "completion": "yes"}, {"text": "yes"}])
 def test_what_a_tokenizer_puts_after_each_text_is_no_end_of_an_answer(plain_tokenizer, row):
-    """As Qwen3-Embedding's, whose EOS is another token."""
+    """The token that Qwen3-Embedding's puts there is not its EOS."""
     tokenizer = copy.deepcopy(plain_tokenizer)
     pad = "<s>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

@@ -76,7 +76,7 @@ def refused(ask) -> str:
 
 
 def test_a_file_of_another_size_than_was_announced_is_one_line(endpoint, tmp_path):
-    """As a proxy sends it that packs what it passes on."""
+    """A proxy that packs what it passes on sends it."""
     ANSWERS["config.json"] = lambda content: content + b" " * 5000
     assert "Consistency check failed: file should be of size" in refused(lambda: hub_folder("org/tiny", None, "it"))
 

@@ -22,7 +22,7 @@ from finetune.data.plain_rows import note_damaged, note_plain_row, note_printed
 from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import Tokenizer, continued
+from finetune.model_files.tokenizer import Tokenizer, continued, own_length
 from finetune.parts.objectives import EMBED
 from finetune.system.untrusted import untrusted
 
@@ -32,6 +32,15 @@ NO_TEMPLATE = (
     "needs a chat template, and the run began without one, as its first rows need none. Begin it with --chat_template "
     "chatml, or remove the row."
 )
+
+
+@dataclass
+class Tokens:
+    """The part of a tokenizer's encoding that is read here."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    special_tokens_mask: list[int]
 
 
 @dataclass(frozen=True)
@@ -345,22 +354,22 @@ class RowEncoder:
                 cut.append(at)
         return cut
 
-    def _apart(self, text: str, cut: list[int], from_template: bool) -> "Tokens":
+    def _apart(self, text: str, cut: list[int], from_template: bool) -> Tokens:
         """The tokens of a text's parts."""
         found = Tokens([], [], [])
         for start, stop in itertools.pairwise([0, *cut, len(text)]):
             if start:
                 ids, offsets = continued(self.tokenizer, text[start:stop])
-                number = len(ids)
             else:
                 (first,) = self.tokenizer(
                     [text[:stop]], add_special_tokens=not from_template, return_offsets_mapping=True, verbose=False
                 ).encodings
-                ids, offsets = first.ids, first.offsets
-                number = next((n for n in range(len(ids), 0, -1) if not first.special_tokens_mask[n - 1]), 0)
-            found.ids += ids[:number]
-            found.offsets += [(start + a, start + b) for a, b in offsets[:number]]
-            found.special_tokens_mask += [0] * number
+                own = own_length(first.special_tokens_mask)
+                ids = first.ids[:own]
+                offsets = first.offsets[:own]
+            found.ids += ids
+            found.offsets += [(start + a, start + b) for a, b in offsets]
+            found.special_tokens_mask += [0] * len(ids)
         return found
 
     def _changes(self, before: str, after: str) -> bool:
@@ -371,15 +380,6 @@ class RowEncoder:
             ).encodings
             self.changes[before, after] = joined.ids[: len(alone.ids)] != alone.ids
         return self.changes[before, after]
-
-
-@dataclass
-class Tokens:
-    """The part of a tokenizer's encoding that is read here."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    special_tokens_mask: list[int]
 
 
 def _tail(text: str) -> str:
