@@ -35,6 +35,7 @@ from finetune.data.messages import (
 from finetune.errors import PlanError
 
 TAGGED = re.compile(r"\s*<([\w-]+)>.*</\1>\s*", re.S)  # a message that brings the marks around it
+OPENED_THOUGHT = re.compile(r"<think>\s*$")  # at a prompt's end
 INLINE_THOUGHT = re.compile(r"\s*(?:<think>)?(.*)</think>", re.S)  # at the front of an answer's content
 
 
@@ -208,7 +209,7 @@ class Conversation:
 
     def _after_prompt(self, i: int, before: str, after: str) -> str:
         """The text of answer `i` where the template renders what is before it otherwise once it is answered: what
-        follows the last message's end, which both have.
+        follows the last message's end, which both have. One without a thought closes that which its prompt opens.
         """
         asked = self._pieces(self.messages[i - 1]["content"])[-1].strip()
         if asked:
@@ -218,6 +219,10 @@ class Conversation:
         closed = "".join(tail)
         if closed and closed in after:
             return after.rpartition(closed)[2]
+        opened = OPENED_THOUGHT.search(before)
+        if opened and after.startswith(before[: opened.start()]) and not thought_of(self.messages[i]):
+            self.row.note("an answer without a thought closes the one that its prompt opens")
+            return f"\n</think>\n\n{after[opened.start() :]}"
         raise PlanError(
             f"{self.row.source}: the chat template renders the prompt of messages[{i}] otherwise than the answer to "
             "it. Add --chat_template chatml to train with another template."

@@ -84,8 +84,8 @@ def fit_template(
     """Changes the tokenizer's chat template to one that asks as `rows` answer; returns the notice to print, else None.
 
     All of `rows` are read only for a template whose generation prompt differs from what stands before some answer, or
-    if every row sets its switches. `are_learned`: the rows' answers; a run that samples its own thinks as it did, where
-    the text of a row fits. `are_all`: False of a stream, whose later rows may have thoughts or set switches. Of several
+    if every row sets its switches. `are_learned`: the rows' answers; a run that samples its own is asked as the model
+    was. `are_all`: False of a stream, whose later rows may have thoughts or set switches. Of several
     templates, that for tools is fitted to the rows with tools, and the default one to the others.
     """
     named = tokenizer.chat_template
@@ -118,7 +118,7 @@ def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learne
             notices = _with_defaults(tokenizer, said)
         else:
             notices = ["chat template: the first rows set its switches, and the saved one does not: ask with the same"]
-    if fitted := _fitted(tokenizer, rows, are_learned and are_all):
+    if are_learned and (fitted := _fitted(tokenizer, rows, in_tokens=are_all)):
         notices.append(fitted)
     return "; ".join(notices) or None
 

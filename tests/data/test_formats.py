@@ -98,7 +98,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_document_an_answer(chat_
 
 
 def test_a_template_whose_answers_do_not_follow_its_generation_prompt_is_refused(chat_tokenizer):
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}[DRAFT]{% endif %}"
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     with pytest.raises(
         PlanError, match=r"^rows.jsonl:1: the chat template renders the prompt of messages\[1\] otherwise"

@@ -211,3 +211,30 @@ def test_rows_that_have_the_answer_are_rewarded_by_a_metric(base, tmp_path):
     assert code == 0, err
     assert {"rewards/exact", "rewards/contains"} <= read_events(tmp_path / "out", "step")[-1].keys()
     assert load_file(tmp_path / "out" / "adapter_model.safetensors")
+
+
+R1 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+ASKED = """
+def asked(prompts, answers, rows):
+    assert all(prompt.endswith("assistant\\n<think>\\n") for prompt in prompts), prompts
+    return [float(len(answer)) for answer in answers]
+"""
+
+
+def test_a_model_that_thinks_is_asked_to_where_rows_have_answers_alone(base, tmp_path):
+    """Rows for rewards name what is expected of an answer, not how it is come by."""
+    template = tmp_path / "r1.jinja"
+    template.write_text(R1)
+    reward = tmp_path / "asked.py"
+    reward.write_text(ASKED)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(json_lines({"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}))
+    words = "--num_generations 2 --max_completion_length 8 --max_steps 1 --batch_size 1"
+    own = base | {"dataset": rows, "chat_template": template, "reward": f"{reward}:asked,contains"}
+    code, _, err = finish(command(own, words, output_dir=tmp_path / "out"))
+    assert code == 0, err
+    assert "is left out" not in err
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == R1
