@@ -118,7 +118,7 @@ def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learne
             notices = _with_defaults(tokenizer, said)
         else:
             notices = ["chat template: the first rows set its switches, and the saved one does not: ask with the same"]
-    if are_learned and (fitted := _fitted(tokenizer, rows, in_tokens=are_all)):
+    if are_learned and (fitted := _fitted(tokenizer, rows, are_all)):
         notices.append(fitted)
     return "; ".join(notices) or None
 
@@ -178,20 +178,23 @@ def _changes_a_chat(tokenizer: Tokenizer, variables: dict) -> bool:
     return False
 
 
-def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], in_tokens: bool) -> str | None:
-    """Makes the template ask as answers begin, `in_tokens` too where a switch does. Returns the notice."""
+def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_all: bool) -> str | None:
+    """Makes the template ask as answers begin, where a switch does in tokens too. Returns the notice. Of a stream,
+    later rows may begin in another way than the first.
+    """
     with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
         best: Callable[[list[str] | None], bool] = _fits
-        if in_tokens:
+        if are_all:
             best = partial(_fits_in_tokens, tokenizer)
         if all(map(best, rendered.values())):
             return None
         kinds, is_fixed = kinds_of_answers(tokenizer, rows())
-        wanted = {thinks: texts for thinks in kinds if (texts := rendered[thinks])}
+        both = {thinks: texts for thinks, texts in rendered.items() if texts}
+        wanted = {thinks: both[thinks] for thinks in kinds & both.keys()}
         for fits in (best, _fits):
             if all(fits(rendered[thinks]) for thinks in kinds):
-                return None
+                return None if are_all else _without_surplus(tokenizer, both, is_fixed, of_whitespace=True)
             if notice := _switched(tokenizer, renderer, fits, wanted=wanted, is_fixed=is_fixed):
                 return notice
         return _without_surplus(tokenizer, wanted, is_fixed)
@@ -228,10 +231,14 @@ def _with_switch(template: str, name: str, value: bool, is_fixed: bool) -> str:
     return (setting if is_fixed else f"{{% if {name} is not defined %}}{setting}{{% endif %}}") + template
 
 
-def _without_surplus(tokenizer: Tokenizer, wanted: dict[bool, list[str]], is_fixed: bool) -> str | None:
-    """Cuts the end of the generation prompt that the answers lack. Returns the notice."""
+def _without_surplus(
+    tokenizer: Tokenizer, wanted: dict[bool, list[str]], is_fixed: bool, of_whitespace: bool = False
+) -> str | None:
+    """Cuts the end of the generation prompt that the answers lack. Returns the notice. `of_whitespace`: no other is."""
     template = tokenizer.chat_template
     for candidate, surplus in _candidates(template, list(wanted.values())):
+        if of_whitespace and not surplus.isspace():
+            break
         tokenizer.chat_template = candidate
         with TemplateRenderer(tokenizer) as renderer:
             found = {thinks: _rendered(renderer, thinks) for thinks in wanted}

@@ -342,6 +342,19 @@ def test_the_tokens_of_a_prompt_are_those_that_programs_ask_with(chat_tokenizer,
     assert expected == ("A pear." if switch else "\n</think>\n\nA pear.")
 
 
+def test_a_stream_is_asked_as_later_rows_with_thoughts_begin_too(chat_tokenizer):
+    """Only line breaks are left out for them: a prompt that closes its thought is one of answers without."""
+    answer = BEGIN + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}"
+    answer += "\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n" + END + "<|im_start|>assistant\n<think>\n\n"
+    for ending in ("", "</think>\n\n"):
+        tokenizer = with_template(chat_tokenizer, answer + ending + "{% endif %}")
+        (read,) = [RowReader(RowOptions()).read({"messages": [ASK, PEAR]}, "a.jsonl:1")]
+        notice = fit_template(tokenizer, lambda row=read: [row], are_all=False)
+        assert (notice is None) is bool(ending)
+        asked = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+        assert asked.endswith("<think>\n\n" + ending if ending else "assistant\n<think>\n")
+
+
 def test_what_a_template_leaves_out_of_an_answer_is_said(chat_tokenizer):
     words = (
         BEGIN
