@@ -123,6 +123,10 @@ def prepared(args: Namespace, ranks: int) -> str:
 
     with process.result_on_stdout(args.json):
         args.metrics = answer_metrics.metrics_of(args.metric or "exact,perplexity", args.pattern)
+        if args.show and not set(args.metrics) & set(answer_metrics.OF_ANSWERS):
+            raise PlanError(
+                f"--show {args.show}: shows wrong answers, and --metric {args.metric} reads none. Add exact."
+            )
         columns = parse_columns(args.columns)
         ignored = parse_names(args.ignore_columns)
         args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)

@@ -162,8 +162,10 @@ def run(
         if not (from_data or plan.teacher):
             loading = in_background(rank.load, None, writer.initial_adapter())
         data = load_data(plan.data, raw_datasets, tokenizer, plan.model, log.say)
-        check_scored(data, plan.data)
+        never_right = check_scored(data, plan.data)
         log.say("\n".join(report.data_lines(data, color=is_terminal(sys.stdout))), styled=True)
+        for line in never_right:
+            log.say(f"  note: {line}")
         teaching = None
         if plan.teacher:
             teaching = (Judging if plan.teacher.stays else Teaching)(plan, data, env)

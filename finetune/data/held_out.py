@@ -1,10 +1,13 @@
 """Held-out rows as a prompt and what is expected of it, for the samples of a run."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset
-from finetune.model_files.tokenizer import Decoder, Tokenizer
+from finetune.model_files.tokenizer import Decoder, Tokenizer, continued_ids
+from finetune.parts.answer_metrics import WHOLE, without_empty_thought
 
 TEXT_TOKENS = 32  # of a text that the model goes on with
 
@@ -35,3 +38,25 @@ def split_at_answer(
     while answer and answer[-1] in stop_ids:
         answer.pop()
     return ids[:start].tolist(), tokenizer.decode(answer)
+
+
+def too_long(
+    questions: Sequence[tuple], metrics: Sequence[str], tokenizer: Tokenizer, most: int, flag: str
+) -> list[str]:
+    """The line about expected answers that the model has no room to give, if there are any and a metric asks for them
+    whole. `questions`: (prompt ids, expected answer, source) each; `most`: tokens of an answer, by `flag`.
+    """
+    if not set(WHOLE) & set(metrics):
+        return []
+    lengths = []
+    for prompt, expected, _ in questions:
+        text = without_empty_thought(expected).rstrip()
+        if len(text.encode("utf-8", "replace")) > most:  # a token has a byte, or more
+            lengths.append(len(continued_ids(tokenizer, prompt, text)))
+    long = [length for length in lengths if length > most]
+    if not long:
+        return []
+    return [
+        f"{len(long):,} of {len(questions):,} expected answers have more tokens than --{flag} {most} (the longest "
+        f"{max(long):,}): no answer to these rows is right"
+    ]

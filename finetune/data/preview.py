@@ -120,7 +120,7 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, files: ModelFiles) -> dict:
     if plan.validation_split and "validation" not in found and not plan.streaming:
         learned = train.select(split_validation(train.row_sources, plan.validation_split, plan.seed)[0])
     check_mismatches(plan, learned)
-    implementation(plan.source).check_rows(plan, learned, tokenizer, special_ids(tokenizer))
+    notices = implementation(plan.source).check_rows(plan, learned, tokenizer, special_ids(tokenizer))
     return {
         "datasets": [
             {
@@ -135,7 +135,7 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, files: ModelFiles) -> dict:
             for use, (_, datasets, reads) in found.items()
             for dataset, read in zip(datasets, reads, strict=True)
         ],
-        "templates": [*settled_lines(settled), *templates],
+        "templates": [*settled_lines(settled), *templates, *notices],
         "samples": [
             {"source": train.row_source(i), "text": render_row(train, i, tokenizer, color=False)}
             for i in range(min(SAMPLES, train.num_rows))

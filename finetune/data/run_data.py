@@ -75,8 +75,9 @@ class Data:
         return cls(**read)
 
     @classmethod
-    def check_rows(cls, plan: DataPlan, train: TokenizedDataset, tokenizer: Any, stop_ids: set[int]) -> None:
-        """Raises PlanError for training rows that a run would refuse, for a dry run: here none are."""
+    def check_rows(cls, plan: DataPlan, train: TokenizedDataset, tokenizer: Any, stop_ids: set[int]) -> list[str]:
+        """Notices on training rows, for a dry run. Raises PlanError for those that a run would refuse: here none."""
+        return []
 
     def digests(self) -> dict[str, str]:
         """{name of a data set's flag: sha256 of what was read of it}, and that of how images become numbers."""

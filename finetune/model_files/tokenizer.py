@@ -273,7 +273,8 @@ ANCHORS = ("\n", "a", ".")  # texts that others go on after
 def continued_ids(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
     """Ids of a text after a prompt's. A tokenizer of SentencePiece puts a space before a text that stands alone."""
     before = tokenizer.decode(list(prompt)[-ENOUGH:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    alone, joined = tokenizer([before, before + text], add_special_tokens=False).input_ids
+    how: dict[str, Any] = dict(add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    alone, joined = (encoding.ids for encoding in tokenizer([before, before + text], **how).encodings)
     if before and joined[: len(alone)] == alone:
         return joined[len(alone) :]
     return continued(tokenizer, text)[0]

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 
 from finetune.errors import PlanError
@@ -17,14 +18,21 @@ NUMBER = re.compile(
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+(?!\w))?"
 )
 MINUS = "\u2212"  # as typeset text has it
+GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 1'000: between the groups of a number
+# The last number of an expected text that is written as no other notation has it: 1 000 000, and 3,5 or 1.234,50.
+IN_SPACES = re.compile(r"(?<!\d)\d{1,3}(?: \d{3})+\D*$")
+IN_COMMAS = re.compile(r"(?<![\d.,])(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{4,})\D*$")
 WORD = re.compile(r"\w+")
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
-NUMERIC_TOLERANCE = 1e-6  # relative: 0.1 + 0.2 is 0.3
+NUMERIC_TOLERANCE = Decimal("1e-6")  # relative: 0.1 + 0.2 is 0.3
+MOST_TOLERATED = Decimal("1e-3")  # of numbers without an exponent: neighbouring whole numbers are two
+NEARLY_ZERO = Decimal("1e-12")
 # A thought that a chat template closes at once in an answer without one; its beginning is in the prompt of some.
 EMPTY_THOUGHT = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
 OPENS, CLOSES = "<think>", "</think>"
 METRICS = ("exact", "contains", "numeric", "json", "regex", "choice", "perplexity")
 OF_ANSWERS = ("exact", "contains", "numeric", "json", "regex")
+WHOLE = ("exact", "contains", "json")  # which are right of all of the expected answer alone
 CHOICE = "choice"
 MOST_CHOICES = 32
 
@@ -142,21 +150,37 @@ def _words(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _last_number(text: str) -> float | None:
-    """The last number; None without one, and for one too large for a float."""
-    text = text.replace(MINUS, "-")
+def _in_points(text: str, expected: str) -> str:
+    """The text, its numbers as 1000000.5 where the expected one has another notation."""
+    text = GROUPED.sub("", text.replace(MINUS, "-"))
+    if IN_SPACES.search(expected):
+        return re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", text)
+    if IN_COMMAS.search(expected):
+        return re.sub(r"(?<=\d),(?=\d)", ".", re.sub(r"(?<=\d)\.(?=\d{3}(?!\d))", "", text))
+    return text
+
+
+def _last_number(text: str) -> str:
+    """The last number; empty without one, and for one too large for a float."""
     numbers = [match.group() for match in NUMBER.finditer(text) if match["dotted"] is None]
-    found = math.inf
-    if numbers:
-        found = float(numbers[-1].replace(",", ""))
-    return found if math.isfinite(found) else None
+    if not numbers:
+        return ""
+    last = numbers[-1].replace(",", "")
+    return last if math.isfinite(float(last)) else ""
 
 
 def _same_number(answer: str, expected: str) -> bool:
     """The last number of both is the same."""
-    one = _last_number(answer)
-    two = _last_number(expected)
-    return one is not None and two is not None and math.isclose(one, two, rel_tol=NUMERIC_TOLERANCE, abs_tol=1e-12)
+    written = [_last_number(_in_points(text, expected)) for text in (answer, expected)]
+    if not all(written):
+        return False
+    one, two = map(Decimal, written)
+    if not (one and two):
+        return abs(one - two) <= NEARLY_ZERO
+    tolerance = NUMERIC_TOLERANCE * max(abs(one), abs(two))
+    if "e" not in "".join(written).lower():
+        tolerance = min(tolerance, MOST_TOLERATED)
+    return abs(one - two) <= tolerance
 
 
 def _same_json(answer: str, expected: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from finetune.arrays import Named, Per
 from finetune.data.asking import is_missing
 from finetune.data.collate import microbatches, share_prompts, shared_microbatches
-from finetune.data.held_out import split_at_answer
+from finetune.data.held_out import split_at_answer, too_long
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import GROUPS_SEARCHED, first_steps, num_rows_of, step_rows
 from finetune.data.tokens.overlong import last_answer_start
@@ -28,7 +28,7 @@ from finetune.generation import Sampling
 from finetune.parts.answer_metrics import without_empty_thought
 from finetune.parts.data import DataPlan
 from finetune.parts.parts import Parts
-from finetune.parts.reward import REWARDED
+from finetune.parts.reward import REWARDED, RewardPlan
 from finetune.parts.train_state import Cursor, TrainState
 from finetune.rewards.advantages import Lengths, advantages, differs, token_weights
 from finetune.rewards.functions import Asked, Rewards
@@ -112,12 +112,16 @@ class Rollouts(Data):
         if plan.overlong == "drop":
             read["train"] = with_room(read["train"], plan.context_length)
         found = cls(**read, rewards=Rewards(how), rows=rows, room=plan.context_length, updates=how.updates_per_rollout)
-        found.check()
-        return found
+        notices = found.check(how)
+        if not notices:
+            return found
+        return replace(found, train=replace(found.train, notices=(*found.train.notices, *notices)))
 
     @classmethod
-    def check_rows(cls, plan: DataPlan, train: TokenizedDataset, tokenizer: Any, stop_ids: set[int]) -> None:
-        """Raises PlanError for the first row that cannot be asked or rewarded; no code of the user's is run."""
+    def check_rows(cls, plan: DataPlan, train: TokenizedDataset, tokenizer: Any, stop_ids: set[int]) -> list[str]:
+        """Notices on the rows. Raises PlanError for the first that cannot be asked or rewarded; no code of the user's
+        is run.
+        """
         how = plan.reward
         assert how is not None, "the plan has rewards"
         if plan.overlong == "drop":
@@ -127,7 +131,7 @@ class Rollouts(Data):
             tokenizer, stop_ids, train=train, validation=None, score_examples=[], example=None, score_rows=None,
             rewards=rewards, rows={}, room=plan.context_length, updates=how.updates_per_rollout,
         )  # fmt: skip
-        found.check()
+        return found.check(how)
 
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row. Raises PlanError if an answer has no room after it."""
@@ -153,8 +157,8 @@ class Rollouts(Data):
         known = None if is_missing(without_empty_thought(expected)) else expected
         return Prompt(ids, self.tokenizer.decode(ids), known, of_row, source)
 
-    def check(self) -> None:
-        """Raises PlanError for a row that cannot be asked or rewarded."""
+    def check(self, how: RewardPlan) -> list[str]:
+        """Notices on the rows. Raises PlanError for one that cannot be asked or rewarded."""
         metric = self.rewards.needs_answers
         prompts = [self.prompt(row) for row in range(self.train.num_rows)]
         known = [prompt.expected for prompt in prompts if prompt.expected is not None]
@@ -166,6 +170,9 @@ class Rollouts(Data):
                 )
             if prompt.expected is not None:
                 self.rewards.check_expected(prompt.expected, prompt.source)
+        metrics = [source.name for source in how.sources if source.is_metric]
+        questions = [(prompt.ids, prompt.expected, prompt.source) for prompt in prompts if prompt.expected]
+        return too_long(questions, metrics, self.tokenizer, how.max_completion_length, "max_completion_length")
 
     def digests(self) -> dict[str, str]:
         hasher = hashlib.sha256()

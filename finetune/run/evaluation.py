@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 from finetune.data.head_data import HeadData
+from finetune.data.held_out import too_long
 from finetune.data.run_data import Data
 from finetune.engine import Engine, FineTuningEngine
 from finetune.errors import NonFiniteError
@@ -124,10 +125,16 @@ def of_head(
     return Evaluation(values | more)
 
 
-def check_scored(data: Data, how: DataPlan) -> None:
-    """Raises PlanError for rows that --score_metric cannot score, before anything is computed of them."""
-    if data.score_examples and "choice" in answer_metrics.metrics_of(how.score_metric, how.score_pattern):
+def check_scored(data: Data, how: DataPlan) -> list[str]:
+    """Lines on rows that --score_metric finds never right, before anything is computed of them. Raises PlanError for
+    rows that it cannot score.
+    """
+    if not data.score_examples:
+        return []
+    metrics = answer_metrics.metrics_of(how.score_metric, how.score_pattern)
+    if "choice" in metrics:
         scoring.choices_of(data.score_examples, "score_metric")
+    return too_long(data.score_examples, metrics, data.tokenizer, how.score_max_new_tokens, "score_max_new_tokens")
 
 
 def scores(

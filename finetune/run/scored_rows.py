@@ -4,6 +4,7 @@ import math
 from argparse import Namespace
 from functools import partial
 
+from finetune.data.held_out import too_long
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.prepare import DatasetSource, cut_of, images_of, with_text_options
 from finetune.data.reading.mixture import Source
@@ -65,6 +66,8 @@ def _scored(
         answers = scoring.judged(questions, texts, asked, args.pattern, tokenizer.decode)
         notes = scoring.endless_lines(answers, "pattern", args.pattern)
         notes += scoring.unreachable_lines(answers, asked, "metric", args.pattern)
+        long = too_long(questions, asked, tokenizer, args.max_new_tokens, "max_new_tokens")
+        notes += [f"note: {line}" for line in long]
     scores = {name: sum(answer.right[name] for answer in answers) / len(answers) for name in asked if answers}
     if "choice" in metrics and questions:
         log_prob = partial(scoring.log_prob_of, engine, tokenizer, end=scoring.end_of(rows, ends))

@@ -451,6 +451,16 @@ def test_a_dry_run_refuses_what_the_run_would_and_runs_no_code(rows, words, said
     assert code == 2 and said in err
 
 
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+def test_expected_answers_that_are_never_sampled_whole_are_said(dry_run, base, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "1 + 1 = ", "completion": "2" * n}) + "\n" for n in (1, 30)))
+    words = f"--reward exact --max_completion_length 8 --num_generations 2 --max_steps 1 --dry_run {dry_run}"
+    code, out, err = finish(command(base | {"dataset": data}, words, output_dir=tmp_path / "out"))
+    assert code == 0, err
+    assert "1 of 2 expected answers have more tokens than --max_completion_length 8" in out
+
+
 def test_a_dry_run_with_a_function_reads_the_rows_alone(base, tmp_path):
     (tmp_path / "mine.py").write_text("raise SystemExit(3)")
     words = f"--reward {tmp_path / 'mine.py'}:f --dry_run true"

@@ -43,7 +43,18 @@ TABLE = [
     ("50 %", "50", "01100"),
     ("$7", "7", "01100"),
     ("seven", "7", "00000"),
-    ("100000001", "100000000", "00100"),
+    ("100000001", "100000000", "00000"),
+    ("12345670", "12345678", "00000"),
+    ("9007199254740993", "9007199254740992", "00000"),
+    ("6.0221408e23", "6.02214076e23", "00100"),
+    ("6.626e-34", "1.602e-19", "00000"),
+    ("1e-17", "0", "00100"),
+    ("1 000 000", "2 000 000", "00000"),
+    ("1000000", "1 000 000", "00100"),
+    ("1'000", "2'000", "00000"),
+    ("x = 3,5", "2,5", "00000"),
+    ("x = 3.5", "3,5", "00100"),
+    ("1.234,50", "1234,5", "00100"),
     ("1.001", "1", "01000"),
     ("x #### 9", "y #### 9", "00101"),
     ("x #### 9", "y #### 8", "00000"),
@@ -211,6 +222,19 @@ def test_with_json_stdout_is_the_object_alone(tiny_model, tmp_path, monkeypatch,
     printed = capsys.readouterr()
     assert json.loads(printed.out)["exact_match"] == 0.0
     assert "answering: " in printed.err and "  expected " in printed.err
+
+
+def test_expected_answers_for_which_there_is_no_room_are_said(scored):
+    rows = [{"prompt": "a", "completion": " b" * number} for number in (1, 2, 9, 12)]
+    (note,) = scored(rows)["notes"]
+    assert "2 of 4 expected answers have more tokens than --max_new_tokens 4 (the longest 12)" in note, note
+    assert "notes" not in scored(rows, "--metric", "perplexity")
+    assert "notes" not in scored(rows, "--max_new_tokens", "12")
+
+
+def test_wrong_answers_are_not_shown_of_metrics_that_read_none(scored):
+    with pytest.raises(PlanError, match=r"^--show 2: shows wrong answers, and --metric choice,perplexity has none"):
+        scored(ROWS[:4], "--metric", "choice,perplexity", "--show", "2")
 
 
 def test_what_of_the_rows_is_not_read_is_said(scored):
