@@ -233,7 +233,7 @@ def test_expected_answers_for_which_there_is_no_room_are_said(scored):
 
 
 def test_wrong_answers_are_not_shown_of_metrics_that_read_none(scored):
-    with pytest.raises(PlanError, match=r"^--show 2: shows wrong answers, and --metric choice,perplexity has none"):
+    with pytest.raises(PlanError, match=r"^--show 2: shows wrong answers, and --metric choice,perplexity reads none"):
         scored(ROWS[:4], "--metric", "choice,perplexity", "--show", "2")
 
 
