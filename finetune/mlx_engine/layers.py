@@ -20,6 +20,11 @@ def leaves(tree: Any) -> list[tuple[str, mx.array]]:
     return found
 
 
+def as_bits(array: mx.array) -> np.ndarray:
+    """The array as numpy can hold it: bf16 as its bits."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
 def as_numpy(array: mx.array) -> np.ndarray:
     """The array as fp32."""
     return np.array(array.astype(mx.float32))

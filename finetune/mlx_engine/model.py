@@ -5,20 +5,22 @@ train.
 """
 
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_unflatten
 
 from finetune.adapters.modules import inside
 from finetune.errors import PlanError, first_line
 from finetune.mlx_engine.config import translated
 from finetune.mlx_engine.experts import experts_of
-from finetune.mlx_engine.layers import AffineLinear, as_numpy, leaves
+from finetune.mlx_engine.layers import AffineLinear, as_bits, as_numpy, leaves
 from finetune.mlx_engine.mlx_lm_internals import QuantizedSwitchLinear, SwitchLinear, model_classes
 from finetune.mlx_engine.names import check_names, names_on_disk
 from finetune.mlx_engine.vocabulary import config_with, grow
@@ -26,9 +28,13 @@ from finetune.model_files.config_values import AGAIN
 from finetune.model_files.files import weight_files
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.quantizers import affine
-from finetune.safetensors_io import SliceReader
+from finetune.safetensors_io import SliceReader, TensorShard
 from finetune.system.untrusted import untrusted
 
+STORED = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.bool_: "BOOL"}
+STORED |= {
+    getattr(mx, f"{kind}{bits}"): f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+}
 DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
 ROUTERS = {"gate", "router"}
 
@@ -198,20 +204,36 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     return weights
 
 
-def left_in_files(loaded: MLXModel, trained: Collection[str] | None = None) -> dict[str, SliceReader]:
-    """{tensor of the files that is no part of a model whose every weight has a name: the reader of its file}.
-    With `trained`: that is none of these.
+def left_in_files(loaded: MLXModel, trained: Collection[str] | None = None) -> dict[str, TensorShard]:
+    """{tensor of the files that is no part of a model whose every weight has a name: it, as stored}. With `trained`:
+    that is none of these.
 
     A head tied to the embedding is none: what is trained is the embedding.
     """
-    readers = [
-        SliceReader(file) for file in weight_files(loaded.folder, str(loaded.folder)) if file.suffix == ".safetensors"
-    ]
-    found = {name: reader for reader in readers for name in reader.header if name != "__metadata__"}
+    found = {
+        tensor.name: tensor for file in weight_files(loaded.folder, str(loaded.folder)) for tensor in _stored_in(file)
+    }
     part = set(loaded.names.values() if trained is None else trained)
     if loaded.head is None:
         part |= {name for name in found if name.split(".")[-2:-1] == ["lm_head"]}
-    return {name: reader for name, reader in found.items() if name not in part}
+    return {name: tensor for name, tensor in found.items() if name not in part}
+
+
+def _stored_in(file: Path) -> Iterator[TensorShard]:
+    """The tensors of a file as it holds them, each read once it is asked for."""
+    if file.suffix == ".npz":
+        held: Any = mx.load(str(file))
+        for name, array in held.items():
+            yield TensorShard(name, STORED[array.dtype], tuple(array.shape), partial(as_bits, array))
+        return
+    reader = SliceReader(file)
+    for name, entry in reader.header.items():
+        if name != "__metadata__":
+            yield TensorShard(name, entry["dtype"], tuple(entry["shape"]), partial(_whole, reader, name))
+
+
+def _whole(reader: SliceReader, name: str) -> np.ndarray:
+    return reader.read(name, ())[0]
 
 
 def quantize_as_stored(model: Any, weights: dict, stored: dict) -> None:

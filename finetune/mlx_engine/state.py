@@ -19,6 +19,7 @@ from finetune.checkpoint.store import replace_text
 from finetune.eight_bit import by_name, of_one_shard
 from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine import saved_modules
+from finetune.mlx_engine.layers import as_bits
 from finetune.mlx_engine.model import MLXModel, left_in_files
 from finetune.mlx_engine.names import adapted_experts, adapted_names, adapter_names, weight_names
 from finetune.model_files.files import PROCESSOR_FILES, dtype_in
@@ -106,10 +107,7 @@ def write_model(engine: Any, folder: Path) -> None:
         for name, p in engine.params.items()
     ]
     left = left_in_files(engine.loaded)
-    for name, reader in left_in_files(engine.loaded, engine.params).items():
-        entry = reader.header[name]
-        shape = tuple(entry["shape"])
-        tensors.append(safetensors_io.TensorShard(name, entry["dtype"], shape, partial(_stored_as_read, reader, name)))
+    tensors += left_in_files(engine.loaded, engine.params).values()
     with replace(folder / "model.safetensors") as file:
         safetensors_io.write_file(Path(file.name), tensors)
     replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -118,17 +116,8 @@ def write_model(engine: Any, folder: Path) -> None:
             replace_text(folder / name, (engine.loaded.folder / name).read_text(encoding="utf-8"))
 
 
-def _bits(array: mx.array) -> np.ndarray:
-    """The array as numpy can hold it: bf16 as its bits."""
-    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
-
-
 def _stored_bits(array: mx.array, dtype: mx.Dtype) -> np.ndarray:
-    return _bits(array.astype(dtype))
-
-
-def _stored_as_read(reader: safetensors_io.SliceReader, name: str) -> np.ndarray:
-    return reader.read(name, ())[0]
+    return as_bits(array.astype(dtype))
 
 
 # ---- in

@@ -277,6 +277,17 @@ def test_folders_of_mlx_train_and_say_what_they_are(tiny_model, rows_file, tmp_p
             fine_tune(**flags | {"backend": "cpu", "output_dir": str(tmp_path / "cpu")})
 
 
+def test_a_full_run_of_some_layers_keeps_the_others_of_an_npz(tiny_model, rows_file, tmp_path):
+    folder = stored(tiny_model, tmp_path / "mlx", None, npz=True)
+    before = mx.load(str(folder / "weights.npz"))
+    changes = dict(train_type="full", lora_rank=None, num_layers=1, max_steps=1)
+    fine_tune(**flags_of(folder, rows_file, tmp_path / "out", **changes))
+    after = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    assert after.keys() == before.keys()
+    changed = {name.split(".")[2] for name, array in after.items() if not mx.array_equal(array, before[name])}
+    assert len(changed) == 1
+
+
 def members_with(file, change):
     """Rewrites a .npz file whose members {name: bytes} `change` changes; several of a name as a list."""
     with zipfile.ZipFile(file) as archive:
