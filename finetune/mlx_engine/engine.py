@@ -402,7 +402,8 @@ class MLXEngine:
         if learning:
             smoothing = self.plan.objective.label_smoothing
         if self.balance is None or not learning:
-            return self._nll(params, inputs, key, learning, smoothing), mx.zeros(())
+            nothing = mx.zeros(1).reshape(())  # compiling makes one of a plain zero and those inside, and loses it
+            return self._nll(params, inputs, key, learning, smoothing), nothing
         self.balance.begin()
         nll = self._nll(params, inputs, key, learning, smoothing)
         probs = self.balance.probs(inputs["ids"].size)

@@ -45,7 +45,6 @@ def test_recomputed_blocks_draw_the_same_dropout_again(folder):
     assert kept == pytest.approx(again, rel=1e-6) and kept != losses(mlx_engine(folder))
 
 
-@pytest.mark.slow  # a C++ compiler per shape
 def test_a_compiled_step_is_the_same_step(folder, tmp_path):
     file = tmp_path / "mlx.json"
     file.write_text(json.dumps({"compile": "true", "length_multiple": 16}))
