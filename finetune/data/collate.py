@@ -9,7 +9,7 @@ import numpy as np
 from finetune.arrays import Named, of_documents
 from finetune.data.images.inputs import IMAGES
 from finetune.data.sampler import GROUPS_SEARCHED
-from finetune.data.tokens.tokenize import TokenizedDataset
+from finetune.data.tokens.tokenize import ASKED, TokenizedDataset
 from finetune.engine import IGNORE_INDEX, Batch, ShowingImages
 
 SHOWING_SEARCHED = 64  # of the shortest documents, for two by which packing is checked
@@ -248,4 +248,5 @@ def _arrays(dataset: TokenizedDataset, rows: list[int], width: int | None) -> di
     found = of_documents(dataset.arrays, rows, dataset.offsets, dataset.documents_per_row)
     if dataset.images is not None:
         found |= dataset.images.inputs(found[IMAGES])
+    found.pop(ASKED, None)
     return {name: array.in_rows(lengths, width) for name, array in found.items()}

@@ -7,7 +7,7 @@ import numpy as np
 from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.model_files.tokenizer import Decoder, Tokenizer, continued_ids
-from finetune.parts.answer_metrics import WHOLE, without_empty_thought
+from finetune.parts.answer_metrics import WHOLE, after_thought, without_empty_thought
 
 TEXT_TOKENS = 32  # of a text that the model goes on with
 
@@ -20,18 +20,30 @@ def prompts_of(dataset: TokenizedDataset, tokenizer: Tokenizer, stop_ids: set[in
     rows = range(min(number, dataset.num_rows))
     found = []
     for row in rows:
-        prompt, answer = split_at_answer(*dataset.document(row * each), tokenizer, stop_ids)
+        prompt, answer = split_document(dataset, row * each, tokenizer, stop_ids)
         if dataset.images is not None:
             prompt = dataset.images.prompt(prompt, dataset.images_of(row * each).tolist())
         found.append((prompt, answer, dataset.row_source(row)))
     return found
 
 
-def split_at_answer(
-    ids: np.ndarray, is_target: np.ndarray, tokenizer: Decoder, stop_ids: set[int]
+def split_document(
+    dataset: TokenizedDataset, document: int, tokenizer: Decoder, stop_ids: set[int]
 ) -> tuple[list[int], str]:
-    """(ids before a row's last answer, its text)."""
-    start = last_answer_start(is_target)
+    """(ids before a document's last answer, its text without thoughts that are not learned)."""
+    ids, is_target = dataset.document(document)
+    start = dataset.answer_start(document)
+    prompt, answer = split_at_answer(ids, is_target, tokenizer, stop_ids, start)
+    unlearned = ids[start : last_answer_start(is_target)].tolist()
+    return prompt, after_thought(tokenizer.decode(unlearned), answer)
+
+
+def split_at_answer(
+    ids: np.ndarray, is_target: np.ndarray, tokenizer: Decoder, stop_ids: set[int], start: int | None = None
+) -> tuple[list[int], str]:
+    """(ids before a row's last answer, its text). `start`: the number of these ids; None: as targets say."""
+    if start is None:
+        start = last_answer_start(is_target)
     if start <= 1:
         start = max(1, min(TEXT_TOKENS, len(ids) // 2))
     answer = ids[start:][is_target[start:]].tolist()

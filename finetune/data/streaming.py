@@ -15,7 +15,7 @@ from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import rank_rows
 from finetune.data.tokens.encode import RowEncoder
 from finetune.data.tokens.overlong import CUTS
-from finetune.data.tokens.tokenize import EncodedRow, Limits, encode_row, joined_parts, notice_lines
+from finetune.data.tokens.tokenize import ASKED, EncodedRow, Limits, encode_row, joined_parts, notice_lines
 from finetune.engine import Batch, Engine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
@@ -49,8 +49,8 @@ class StreamedData(Data):
             if not parts and cursor.epoch > began.epoch + 1:
                 raise PlanError(f"{self.train.description}: no row after {began} has an answer. Fill in the answers.")
         self.last[:] = [(s, n, len(ids)) for s, n, (ids, _) in zip(sources, numbers, parts, strict=True)]
-        assert not self.train.arrays, "the plan refuses preferences of a stream"
-        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
+        assert self.train.arrays.keys() <= {ASKED}, "the plan refuses preferences of a stream"
+        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=(), arrays={})
         mine = rank_rows(np.arange(len(dataset)), engine.data_rank, plan.dims.data_ranks)
         batches = self.microbatches(dataset, mine, slice(None), plan, engine.pad_id, plan.steps.batch_size)
         return of_step(batches, state.step + 1), np.arange(len(dataset)), cursor

@@ -54,6 +54,11 @@ def without_empty_thought(expected: str) -> str:
     return EMPTY_THOUGHT.sub("", expected, count=1) if EMPTY_THOUGHT.match(expected) else expected
 
 
+def after_thought(unlearned: str, expected: str) -> str:
+    """The expected answer after a thought of its row, of which it holds the end alone: one without its words."""
+    return OPENS + expected if unlearned.lstrip().startswith(OPENS) else expected
+
+
 def without_thought(answer: str, expected: str) -> str:
     """The model's answer, without its thought if none is expected; empty of a thought that has no end."""
     wanted = without_empty_thought(expected)

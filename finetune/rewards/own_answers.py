@@ -18,7 +18,6 @@ from finetune.data.collate import largest_group, microbatches
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import GROUPS_SEARCHED, first_steps, step_rows
 from finetune.data.taught_rows import Kept, KeptTargets
-from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch, Engine, SamplingEngine
 from finetune.errors import PlanError
@@ -73,7 +72,7 @@ class OwnAnswers(Data):
         """[N]: tokens of each row's prompt; 0 of a row that asks nothing, or whose prompt leaves an answer no room."""
         found = np.zeros(self.train.num_rows, np.int64)
         for row in range(self.train.num_rows):
-            start = last_answer_start(self.train.document(row)[1])
+            start = self.train.answer_start(row)
             if start > 1 and start + LEAST_ROOM <= self.room:
                 found[row] = start
         return found

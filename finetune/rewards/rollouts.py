@@ -17,10 +17,9 @@ import numpy as np
 from finetune.arrays import Named, Per
 from finetune.data.asking import is_missing
 from finetune.data.collate import microbatches, share_prompts, shared_microbatches
-from finetune.data.held_out import split_at_answer, too_long
+from finetune.data.held_out import split_document, too_long
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import GROUPS_SEARCHED, first_steps, num_rows_of, step_rows
-from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch, Engine, SamplingEngine
 from finetune.errors import PlanError
@@ -140,14 +139,13 @@ class Rollouts(Data):
         return self.prompts[row]
 
     def _prompt(self, row: int) -> Prompt:
-        document, is_target = self.train.document(row)
         source = self.train.row_source(row)
-        if last_answer_start(is_target) < 2:
+        if self.train.answer_start(row) < 2:
             raise PlanError(
                 f"{source}: has no prompt of two tokens or more to answer. A text asks nothing: name the prompt with "
                 "--columns, or remove the row."
             )
-        ids, expected = split_at_answer(document, is_target, self.tokenizer, self.stop_ids)
+        ids, expected = split_document(self.train, row, self.tokenizer, self.stop_ids)
         if len(ids) + LEAST_ROOM > self.room:
             raise PlanError(
                 f"{source}: its prompt takes {len(ids)} of --context_length {self.room}, which leaves no room for an "
@@ -484,7 +482,7 @@ class Rollouts(Data):
 
 def with_room(train: TokenizedDataset, room: int) -> TokenizedDataset:
     """The rows whose prompt leaves an answer room; the others are counted as dropped. Raises PlanError if all are."""
-    asked = [last_answer_start(train.document(row)[1]) for row in range(train.num_rows)]
+    asked = [train.answer_start(row) for row in range(train.num_rows)]
     kept = [row for row, tokens in enumerate(asked) if tokens + LEAST_ROOM <= room]
     if not kept:
         raise PlanError(

@@ -14,8 +14,9 @@ from finetune.data.built_in_templates import BUILT_IN
 from finetune.data.chat_template import marks_of, named_template
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.fit_template import fit_template, prepare_template
+from finetune.data.held_out import split_document
 from finetune.data.reading.rows import RawDataset
-from finetune.data.tokens.tokenize import generation_examples, render_sample, tokenize
+from finetune.data.tokens.tokenize import generation_examples, joined_datasets, render_sample, tokenize
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import load_tokenizer, opened_ids
 from finetune.parts.data import DataPlan
@@ -484,6 +485,24 @@ def test_reasoning_is_context_only_if_asked(chat_tokenizer, answer):
     assert document.endswith("<think>Pears are fruit.⟦</think>A pear.<|im_end|>⟧")
     (document,), _ = shown(chat_tokenizer, template, {"messages": [ASK, answer]})
     assert document.endswith("⟦<think>Pears are fruit.</think>A pear.<|im_end|>⟧")
+
+
+def test_what_is_asked_has_no_thought_of_the_row(chat_tokenizer):
+    """Thoughts that are not learned are in no prompt of a score, a sample or a reward: they tell the answer."""
+    tokenizer = with_template(chat_tokenizer, CHATML.replace("{{ m.content }}", THINKS + "{{ m.content }}"))
+    asked = tokenizer.apply_chat_template([ASK], add_generation_prompt=True).input_ids
+    options = RowOptions(mask_reasoning=True)
+    twice = {"messages": [ASK, THOUGHT, ASK, THOUGHT]}
+    raw = RawDataset([twice, {"messages": [ASK, THOUGHT]}], ["0", "1"], ("messages",), (), "", "rows", 0)
+    right = "<think></think>A pear."
+    for prompt, expected, _ in generation_examples(raw, options, tokenizer):
+        assert prompt[-len(asked) :] == asked and expected == right
+    whole = tokenize(raw, options, tokenizer, 512)
+    cut = tokenize(raw, options, tokenizer, len(asked) + 40)
+    for rows in (whole, whole.select([1, 0]), joined_datasets([whole, whole], [("a", None), ("b", None)]), cut):
+        for document in range(len(rows)):
+            prompt, expected = split_document(rows, document, tokenizer, {tokenizer.eos_token_id})
+            assert prompt[-len(asked) :] == asked[-len(prompt) :] and expected.removesuffix("<|im_end|>") == right
 
 
 @pytest.mark.parametrize(

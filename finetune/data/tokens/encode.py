@@ -49,7 +49,8 @@ class Encoded:
 
     `conversation`: what the template renders, if the document can be cut at its messages. `label`: of --task
     classify its number; KTO's 1 if it is desirable.
-    `images`: the digests of those that it shows; `is_image`: the tokens of the texts in their places.
+    `images`: the digests of those that it shows; `is_image`: the tokens of the texts in their places. `asked`: tokens
+    before its last answer, of one that a template renders; thoughts that are not learned are the answer's.
     """
 
     ids: np.ndarray
@@ -59,6 +60,7 @@ class Encoded:
     label: int = 1
     images: tuple[bytes, ...] = ()
     is_image: np.ndarray | None = None
+    asked: int | None = None
 
     def learnable(self, number: int) -> np.ndarray:
         """A bool for each of the first `number` tokens: True but for those of images."""
@@ -335,7 +337,10 @@ class RowEncoder:
             if images:
                 is_image = np.zeros(len(of_document[0]), bool)
                 is_image[: len(encoding.ids)] = _of_images(item.document, encoding)
-            found.append(Encoded(*of_document, item.conversation, images=images, is_image=is_image))
+            asked = None
+            if from_template and (ends := _prompt_ends(item.document, from_template)):
+                asked = int((places[0] < ends[-1]).sum())
+            found.append(Encoded(*of_document, item.conversation, images=images, is_image=is_image, asked=asked))
         return found
 
     def _cuts(self, document: Document, text: str, encoding: Any, places: Places, from_template: bool) -> list[int]:

@@ -18,9 +18,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from finetune.arrays import Named
 from finetune.data.chat_template import today
 from finetune.data.columns import RowOptions
-from finetune.data.tokens.tokenize import DESIRABLE, Limits, TokenizedDataset, labels_of
+from finetune.data.tokens.tokenize import ASKED, DESIRABLE, Limits, TokenizedDataset, asked_of, labels_of
 from finetune.errors import first_line
 from finetune.model_files.digest import file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
@@ -45,7 +46,14 @@ FACTS_SCHEMA: dict = {
     "documents_per_row": int,
 }
 META_SCHEMA = {"facts": FACTS_SCHEMA, "digests": {str: str}, "example": (dict, type(None)), "sha256": str}
-DTYPES = {"tokens": "int32", "is_target": "bool", "offsets": "int64", "full_lengths": "int32", DESIRABLE: "bool"}
+DTYPES = {
+    "tokens": "int32",
+    "is_target": "bool",
+    "offsets": "int64",
+    "full_lengths": "int32",
+    DESIRABLE: "bool",
+    ASKED: "int64",
+}
 IN_MEMORY_BYTES = 64 * 2**20  # of an array; a larger one is mapped
 
 
@@ -56,7 +64,8 @@ class TokenCache:
         what = [[label, file_digest(path)] for path, label in files] + [reading, asdict(options), _code_digest()]
         self.root = cache_folder("tokens")
         self.folder = self.root / _key(what)
-        self.arrays = ARRAYS + ((DESIRABLE,) if options.labels else ())
+        of_some = {DESIRABLE: options.labels, ASKED: options.mask_reasoning}
+        self.arrays = (*ARRAYS, *(name for name, is_there in of_some.items() if is_there))
 
     def holds_some(self) -> bool:
         """True if the rows were read and tokenized before, by whatever tokenizer."""
@@ -130,9 +139,12 @@ class TokenCache:
         example = meta["example"]
         if example is not None:
             check(example, {"source": str, "row": dict}, META, "example")
+        beside: dict[str, Named] = {}
         if DESIRABLE in arrays:
-            arrays["arrays"] = labels_of(arrays.pop(DESIRABLE))
-        return TokenizedDataset(**arrays, **facts), example and (example["source"], example["row"])
+            beside |= labels_of(arrays.pop(DESIRABLE))
+        if ASKED in arrays:
+            beside |= asked_of(arrays.pop(ASKED))
+        return TokenizedDataset(**arrays, arrays=beside, **facts), example and (example["source"], example["row"])
 
     def put(self, entry: Path, dataset: TokenizedDataset, example: tuple[str, dict] | None) -> None:
         """Writes an entry, complete or not at all. A disk that is full or read-only costs time, not the run."""

@@ -21,6 +21,7 @@ from finetune.data.tokens.encode import Encoded, RowEncoder
 from finetune.data.tokens.overlong import CUTS, Cut, cut_for_head, last_answer_start
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer, unknown_id
+from finetune.parts.answer_metrics import after_thought
 from finetune.parts.objectives import CLASSIFY, EMBED, GENERATE
 from finetune.system.progress import Progress
 from finetune.system.terminal import clean
@@ -28,6 +29,7 @@ from finetune.system.terminal import clean
 TOKENIZER_BATCH = 512
 DESIRABLE = "desirable"  # KTO's label of each document
 LABEL = "label"  # that of --task classify
+ASKED = "asked"  # tokens before a document's last answer, where its targets do not say so
 NO_IMAGES = np.zeros(0, DIGEST)
 
 
@@ -121,6 +123,13 @@ class TokenizedDataset:
         if IMAGES not in self.arrays:
             return NO_IMAGES
         return self.arrays[IMAGES].of_documents([i], self.offsets, self.documents_per_row).values
+
+    def answer_start(self, i: int) -> int:
+        """The number of tokens of a document before its last answer."""
+        said = last_answer_start(self.document(i)[1])
+        if ASKED not in self.arrays:
+            return said
+        return min(int(self.arrays[ASKED].values[i]) or said, said)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "TokenizedDataset":
         """Dataset of the rows at `indices`, in that order."""
@@ -232,7 +241,7 @@ class EncodedRow:
     """One row encoded: its documents, or why it is left out.
 
     `full`: tokens of each document before any cut; `cuts`: what became of those cut; `labels`: of each, see Encoded;
-    `images`: the digests of those that each shows.
+    `images`: the digests of those that each shows; `asked`: see asked_tokens.
     """
 
     parts: list
@@ -242,6 +251,7 @@ class EncodedRow:
     bad: str | None = None
     labels: list[int] = field(default_factory=list)
     images: list[tuple[bytes, ...]] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
 
     @property
     def num_lost(self) -> int:
@@ -263,14 +273,14 @@ class EncodedBatch:
     tokens: np.ndarray
     is_target: np.ndarray
     lengths: list[int]
-    rows: list[list]  # number of documents, full, cuts, empty, bad, labels
+    rows: list[list]  # number of documents, full, cuts, empty, bad, labels, asked
     images: list[tuple[bytes, ...]] = field(default_factory=list)  # of each document, of a run that sees them
 
     @classmethod
     def of(cls, rows: list[EncodedRow]) -> "EncodedBatch":
         parts = [part for row in rows for part in row.parts]
         joined = joined_parts(parts)
-        facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad, row.labels] for row in rows]
+        facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad, row.labels, row.asked] for row in rows]
         images = [of_document for row in rows for of_document in row.images]
         return cls(joined["tokens"], joined["is_target"], [len(ids) for ids, _ in parts], facts, images)
 
@@ -337,12 +347,24 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
             found.parts.append((ids, is_target))
             found.labels.append(document.label)
             found.images.append(document.images)
+            found.asked.append(asked_tokens(document, len(ids), how))
     if options.documents > 1 and len(found.parts) != options.documents:  # one part alone says nothing
         is_cut = "dropped_long" in found.cuts
-        return replace(found, parts=[], labels=[], images=[], empty=0 if is_cut else 1)
+        return replace(found, parts=[], labels=[], images=[], asked=[], empty=0 if is_cut else 1)
     if options.pairs and all(map(np.array_equal, *found.parts)):  # what differs was over the context length
         found.cuts.append("alike")
     return found
+
+
+def asked_tokens(document: Encoded, size: int, how: str | None) -> int:
+    """Tokens before the last answer of a document of `size` tokens; 0 where its targets say so. `how`: see
+    overlong.cut_document.
+    """
+    if document.asked is None or how in ("split", "answer_truncated"):
+        return 0
+    if how == "prompt_truncated":
+        return max(0, size - int(np.flatnonzero(document.is_target)[-1]) - 1 + document.asked)
+    return document.asked
 
 
 class Builder:
@@ -356,6 +378,7 @@ class Builder:
         self.sources: list[str] = []
         self.full: list[int] = []
         self.labels: list[int] = []
+        self.asked: list[int] = []
         self.counts = dict.fromkeys(("dropped_empty", "tokens_lost", *CUTS), 0)
         self.first: dict[str, str] = {}  # where each of them was seen first
 
@@ -363,7 +386,7 @@ class Builder:
         """Raises PlanError for more bad rows than may be skipped."""
         self.batches.append(batch)
         lengths = iter(batch.lengths)
-        for (num_parts, full, cuts, empty, bad, labels), source in zip(batch.rows, sources, strict=True):
+        for (num_parts, full, cuts, empty, bad, labels, asked), source in zip(batch.rows, sources, strict=True):
             if bad is not None:
                 if len(self.skipped) >= self.skip_bad_rows:
                     raise PlanError(bad)
@@ -373,6 +396,7 @@ class Builder:
             self.sources += [source] * num_parts
             self.full += full
             self.labels += labels
+            self.asked += asked
             self.counts["dropped_empty"] += empty
             for name in cuts:
                 self.counts[name] += 1
@@ -410,6 +434,8 @@ class Builder:
             labelled = labels_of(self.labels)
         elif reader.options.task == CLASSIFY:
             labelled = classes_of(self.labels)
+        if reader.options.mask_reasoning:
+            labelled |= asked_of(self.asked)
         beside = {}
         if images is not None:
             beside = images.beside(tokens, [shown for batch in self.batches for shown in batch.images])
@@ -514,12 +540,15 @@ def generation_examples(
                 if not documents:
                     continue
                 last = documents[-1]  # a row rendered as several documents is scored on its last
-                start = last_answer_start(last.is_target)
+                said = last_answer_start(last.is_target)  # after thoughts that are not learned
+                start = min(last.asked or said, said)
                 if start > int(last.ids[0] == tokenizer.bos_token_id):
                     prompt = last.ids[:start].tolist()
                     if images is not None:
                         prompt = images.prompt(prompt, last.images)
-                    examples.append((prompt, last.answer_text(start), source))
+                    expected = last.answer_text(said)
+                    unlearned = last.answer_text(start).removesuffix(expected)
+                    examples.append((prompt, after_thought(unlearned, expected), source))
     if not answered:
         raise PlanError(
             f"{raw.description}: none of its {len(raw.rows)} rows has an answer to score. Fill in the answers."
@@ -546,6 +575,11 @@ def labels_of(desirable: Sequence[int] | np.ndarray) -> dict[str, Named]:
 def classes_of(numbers: Sequence[int]) -> dict[str, Named]:
     """The labels of --task classify as what documents have beside their tokens."""
     return {LABEL: Named(np.array(numbers, np.int64), Per.DOCUMENT)}
+
+
+def asked_of(tokens: Sequence[int] | np.ndarray) -> dict[str, Named]:
+    """The tokens before each document's last answer, where its targets do not say so."""
+    return {ASKED: Named(np.array(tokens, np.int64), Per.DOCUMENT, is_data=False)}
 
 
 def joined_parts(parts: list) -> dict:

@@ -18,7 +18,7 @@ from finetune.data.reading.mixture import Source
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.token_cache import META, TokenCache, _key, read_array
-from finetune.data.tokens.tokenize import Limits, TokenizedDataset, tokenize
+from finetune.data.tokens.tokenize import ASKED, Limits, TokenizedDataset, tokenize
 from finetune.data.tokens.workers import progress_line, tokenize_on_cores
 from finetune.errors import PlanError
 from finetune.safetensors_io import digest_of
@@ -49,7 +49,7 @@ def raw(tmp_path):
 @pytest.fixture
 def cache(tmp_path, monkeypatch, raw):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return lambda: TokenCache([(tmp_path / "rows.jsonl", "rows.jsonl")], [1], RowOptions())
+    return lambda options=RowOptions(): TokenCache([(tmp_path / "rows.jsonl", "rows.jsonl")], [1], options)
 
 
 def assert_same(one, two):
@@ -74,16 +74,19 @@ def test_an_error_in_a_worker_is_its_line(tmp_path, raw, chat_tokenizer):
         tokenize_on_cores(raw, "auto", chat_tokenizer, Limits(Cut(64), False, 50), cores=2)
 
 
-def test_the_second_time_tokens_come_from_the_cache(raw, cache, chat_tokenizer):
+@pytest.mark.parametrize("options", [RowOptions(), RowOptions(mask_reasoning=True)])
+def test_the_second_time_tokens_come_from_the_cache(options, raw, cache, chat_tokenizer):
     said, unread = [], []
-    first = tokenized_once(DatasetSource.of(raw, RowOptions(), Source("a")), chat_tokenizer, LIMITS)
-    made = DatasetSource(Source("a"), RowOptions(), lambda: raw, cache())
+    first = tokenized_once(DatasetSource.of(raw, options, Source("a")), chat_tokenizer, LIMITS)
+    made = DatasetSource(Source("a"), options, lambda: raw, cache(options))
     assert not made.cache.holds_some()
     assert_same(tokenized_once(made, chat_tokenizer, LIMITS, say=said.append), first)
-    found = DatasetSource(Source("a"), RowOptions(), lambda: unread.append(1), cache())
+    found = DatasetSource(Source("a"), options, lambda: unread.append(1), cache(options))
     assert found.cache.holds_some()
     again = tokenized_once(found, chat_tokenizer, LIMITS, say=said.append)
     assert_same(again, first)
+    assert [again.answer_start(i) for i in range(9)] == [first.answer_start(i) for i in range(9)]
+    assert again.arrays.keys() == first.arrays.keys() == ({ASKED} if options.mask_reasoning else set())
     assert said[-1].startswith("tokens of a: ") and not unread
     for name in (first.sources[0], first.sources[5]):  # one row is kept, to ask the trained model about
         assert found.row(name).get("messages") == raw.rows[0]["messages"]
