@@ -25,6 +25,7 @@ from finetune.model_files.tokenizer import Tokenizer, set_eos_token
 from finetune.parts.data import DataPlan
 
 CONTROL = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>")
+TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 SWITCH = re.compile(r"(?<![\w.'\"])(\w*(?:think|reason)\w*)(?![\w'\"])")
 CHATS = {False: chat(answer()), True: chat(answer(reasoning_content=THOUGHT))}
 
@@ -310,9 +311,15 @@ def _switches(template: str) -> list[str]:
     return [name for name in found if re.search(rf"\b{name}\b", template)]
 
 
+def _common(prompt: str, answered: str) -> int:
+    """The number of characters with which both begin, of whole marks: <think> and </think> share nothing."""
+    size = len(os.path.commonprefix([prompt, answered]))
+    return next((mark.start() for mark in TAG.finditer(prompt) if mark.start() < size < mark.end()), size)
+
+
 def _candidates(template: str, pairs: list[list[str]]) -> Iterator[tuple[str, str]]:
     """(template, what is cut) of templates without the end of the generation prompt that the answers lack."""
-    kept = [len(os.path.commonprefix([prompt, answered.partition(MARK)[0]])) for prompt, answered in pairs]
+    kept = [_common(prompt, answered.partition(MARK)[0]) for prompt, answered in pairs]
     prompt = ""
     if pairs:
         prompt = pairs[0][0]

@@ -23,7 +23,7 @@ GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 
 IN_SPACES = re.compile(r"(?<!\d)\d{1,3}(?: \d{3})+\D*$")
 IN_COMMAS = re.compile(r"(?<![\d.,])(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{4,})\D*$")
 WORD = re.compile(r"\w+")
-FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```(?:json)?\s*(.*?)\n?```(?![^\n])", re.DOTALL | re.IGNORECASE)  # which ends at a line's end
 NUMERIC_TOLERANCE = Decimal("1e-6")  # relative: 0.1 + 0.2 is 0.3
 MOST_TOLERATED = Decimal("1e-3")  # of numbers without an exponent: neighbouring whole numbers are two
 NEARLY_ZERO = Decimal("1e-12")
@@ -59,23 +59,31 @@ def after_thought(unlearned: str, expected: str) -> str:
     return OPENS + expected if unlearned.lstrip().startswith(OPENS) else expected
 
 
+def _is_opened_by_prompt(expected: str) -> bool:
+    """True if the expected answer closes a thought that it does not open."""
+    return without_empty_thought(expected) != expected and not expected.lstrip().startswith(OPENS)
+
+
 def without_thought(answer: str, expected: str) -> str:
-    """The model's answer, without its thought if none is expected; empty of a thought that has no end."""
-    wanted = without_empty_thought(expected)
-    if CLOSES in wanted:
+    """The model's answer, without its thought if none is expected; empty of a thought that has no end. A thought begins
+    in the answer, or in a prompt whose expected answer closes it.
+    """
+    thinks = _is_opened_by_prompt(expected) or answer.lstrip().startswith(OPENS)
+    if CLOSES in without_empty_thought(expected) or not thinks:
         return answer
-    if CLOSES in answer:
-        return answer.rpartition(CLOSES)[2]
-    begins_in_thought = wanted != expected and not expected.lstrip().startswith(OPENS)  # which the prompt opened
-    return "" if begins_in_thought or answer.lstrip().startswith(OPENS) else answer
+    return answer.partition(CLOSES)[2]
 
 
 def may_become(answer: str, expected: str) -> bool:
     """True if what is generated so far may still become the expected text, or may be a thought before it."""
     wanted = without_empty_thought(expected)
+    text = answer.lstrip()
+    if not (CLOSES in wanted or CLOSES in answer) and (
+        _is_opened_by_prompt(expected) or OPENS.startswith(text[: len(OPENS)])
+    ):
+        return True
     text = without_thought(answer, expected).lstrip()
-    thinks = CLOSES not in answer and (wanted != expected or OPENS.startswith(text[: len(OPENS)]))
-    return (thinks and CLOSES not in wanted) or wanted.strip().startswith(text) or text.strip() == wanted.strip()
+    return wanted.strip().startswith(text) or text.strip() == wanted.strip()
 
 
 def _said(judge: Callable[[str, str], bool], answer: str, expected: str) -> bool:
@@ -190,12 +198,18 @@ def _same_number(answer: str, expected: str) -> bool:
 
 def _same_json(answer: str, expected: str) -> bool:
     """True if both are JSON of the same value; an answer may be in a code fence. 1 equals 1.0, not true."""
+    wanted = _canonical_text(expected)
     fenced = FENCE.search(answer)
+    said = [answer, fenced[1]] if fenced else [answer]
+    return wanted is not None and any(_canonical_text(text) == wanted for text in said)
+
+
+def _canonical_text(text: str) -> str | None:
+    """JSON in one form; None of what is not JSON, or nested too deeply to be read."""
     try:
-        one, two = (json.loads(text) for text in ((fenced[1] if fenced else answer).strip(), expected.strip()))
-        return _canonical(one) == _canonical(two)
-    except (ValueError, RecursionError):  # not JSON, or nested too deeply to be read
-        return False
+        return _canonical(json.loads(text.strip()))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _canonical(value: object) -> str:

@@ -343,6 +343,20 @@ def test_the_tokens_of_a_prompt_are_those_that_programs_ask_with(chat_tokenizer,
     assert expected == ("A pear." if switch else "\n</think>\n\nA pear.")
 
 
+@pytest.mark.parametrize("closed", ["</think>", "[/THINK]"])
+def test_a_prompt_is_cut_before_a_mark_and_not_inside(chat_tokenizer, closed):
+    """DeepSeek-V3.1's kind: answers begin with one of two marks, which share their first letter."""
+    opened = closed.replace("/", "")
+    answer = BEGIN + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% if m.reasoning_content %}" + opened
+    answer += "{{ m.reasoning_content }}{% endif %}" + closed + "{% endif %}{{ m.content }}<|im_end|>\n" + END
+    tokenizer = with_template(chat_tokenizer, answer + "<|im_start|>assistant\n" + closed + "{% endif %}")
+    chats = [{"messages": [ASK, PEAR]}, {"messages": [ASK, PEAR | {"reasoning_content": "Pears are fruit."}]}]
+    read = [RowReader(RowOptions()).read(row, "a.jsonl:1") for row in chats]
+    assert fit_template(tokenizer, lambda: read) is not None
+    asked = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+    assert asked.endswith("<|im_start|>assistant\n")
+
+
 def test_a_stream_is_asked_as_later_rows_with_thoughts_begin_too(chat_tokenizer):
     """Only line breaks are left out for them: a prompt that closes its thought is one of answers without."""
     answer = BEGIN + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}"

@@ -1,6 +1,7 @@
 """What each metric counts as right, by a table worked out by hand; score.py's predictions and choices."""
 
 import json
+import random
 import threading
 
 import pytest
@@ -43,6 +44,9 @@ TABLE = [
     ("50 %", "50", "01100"),
     ("$7", "7", "01100"),
     ("seven", "7", "00000"),
+    ('{"code": "```x```"}', '{"code": "```x```"}', "11010"),
+    ('```JSON\n{"code": "```x```"}\n```', '{"code": "```x```"}', "01010"),
+    ("Here:\n```json\n[1]\n```\nDone.", "[1]", "01110"),
     ("100000001", "100000000", "00000"),
     ("12345670", "12345678", "00000"),
     ("9007199254740993", "9007199254740992", "00000"),
@@ -160,6 +164,24 @@ def test_a_thought_is_no_part_of_an_answer_where_none_is_expected(answer, expect
         assert all(answer_metrics.may_become(answer[:number], expected) for number in range(len(answer) + 1))
     assert not answer_metrics.may_become("<think>x</think>Berlin", "Paris")
     assert not answer_metrics.may_become("Berlin", "Paris")
+
+
+def test_no_answer_is_given_up_on_its_way_to_a_right_one():
+    """Exact match alone ends an answer early, and says what it says beside other metrics."""
+    exact = answer_metrics.judges(["exact"], None)["exact"]
+    drawn = random.Random(1)
+    pieces = ["\n", " ", "a", "b c", "<", "<t", "<think>", "</think>", "<think>\n\n</think>\n\n", "x"]
+    right = 0
+    for _ in range(20_000):
+        expected = "".join(drawn.choices(pieces, k=drawn.randint(1, 4)))
+        answer = "".join(drawn.choices(pieces, k=drawn.randint(0, 3))) + drawn.choice([expected, expected.strip()])
+        if expected.strip() and exact(answer, expected):
+            right += 1
+            assert all(answer_metrics.may_become(answer[:n], expected) for n in range(len(answer) + 1)), (
+                answer,
+                expected,
+            )
+    assert right > 1000
 
 
 def test_wrong_predictions_come_first(tmp_path):

@@ -49,7 +49,7 @@ def raw(tmp_path):
 @pytest.fixture
 def cache(tmp_path, monkeypatch, raw):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return lambda options=RowOptions(): TokenCache([(tmp_path / "rows.jsonl", "rows.jsonl")], [1], options)
+    return lambda *options: TokenCache([(tmp_path / "rows.jsonl", "rows.jsonl")], [1], *(options or [RowOptions()]))
 
 
 def assert_same(one, two):
