@@ -36,7 +36,7 @@ def schedule(asked: Asked, optimizer: str) -> Said:
     for flag, value in OBJECTIVES[asked.preference].defaults.items():
         if not asked.given(flag):
             yield Change(flag, value, f"the default of --preference {asked.preference}")
-    if asked.given("warmup_steps"):
+    if asked.warmup_steps or (asked.given("warmup_steps") and not asked.given("warmup_ratio")):
         yield Change("warmup_ratio", 0.0)
     for flag, (default, why) in OPTIMIZERS[optimizer].defaults.items():
         if not asked.given(flag):

@@ -16,6 +16,7 @@ from finetune.errors import PlanError
 from finetune.plan import degrees, settle
 from finetune.plan.asked import Asked, Change, Standing
 from finetune.plan.facts import Facts
+from finetune.plan.output import EVALUATES
 from tests.support.planned import shape_of
 from tests.support.plans import capabilities, plan_of
 
@@ -172,6 +173,7 @@ def test_a_function_of_the_plan_takes_typed_arguments_and_no_dict_of_settings(st
         (dict(shuffle_buffer=8), "--streaming", dict(streaming=True, max_steps=8)),
         (dict(image_root="/tmp", allow_urls=True), "rows that show images", None),
         (dict(project_name="p", group="g"), "a tracker in --log_to", dict(log_to="csv")),
+        (dict(eval_every=2, eval_samples=8, score_max_new_tokens=9), EVALUATES, dict(validation_split=0.5)),
     ],
 )
 def test_a_flag_that_nothing_reads_in_this_run_is_a_line(flags, beside, other):
@@ -180,3 +182,27 @@ def test_a_flag_that_nothing_reads_in_this_run_is_a_line(flags, beside, other):
     assert line in plan_of(**dataset, **flags).notices
     assert other is None or not any("not read" in notice for notice in plan_of(**dataset, **flags, **other).notices)
     assert not any("not read" in notice for notice in plan_of(**dataset).notices)
+
+
+@pytest.mark.parametrize(
+    ("flags", "unset", "beside"),
+    [
+        (dict(cosine_min_lr_ratio=0.5), dict(lr_scheduler="linear"), "--lr_scheduler cosine"),
+        (dict(grad_norm=0.5), dict(apply_gradient_clipping=False), "--apply_gradient_clipping true"),
+        (dict(keep_last=9), dict(save_model=False), "--save_model true"),
+        (dict(pp_schedule="gpipe"), dict(), "--pp_degree"),
+    ],
+)
+def test_a_flag_beside_which_another_is_off_is_a_line(flags, unset, beside):
+    (name,) = flags
+    said = f"{name}: not read without {beside}"
+    assert said in plan_of(dataset="dummy", **flags, **unset).notices
+    assert not any("not read" in notice for notice in plan_of(dataset="dummy", **unset).notices)
+    if unset:
+        assert said not in plan_of(dataset="dummy", **flags).notices
+
+
+def test_warmup_of_no_steps_leaves_a_ratio_that_is_given():
+    """Configurations of other programs have both, of which 0 steps say nothing."""
+    for words, steps in ((dict(warmup_ratio=0.5, warmup_steps=0), 0.5), (dict(warmup_steps=0), 0.0)):
+        assert plan_of(dataset="dummy", **words).steps.warmup_ratio == steps
