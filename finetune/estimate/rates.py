@@ -93,7 +93,8 @@ class Links:
 class Device:
     """A documented device: GB of memory, TFLOP/s in 16 bits and in fp32, GB/s of its memory, its usual link.
     `is_apple`: a chip whose GPU shares the memory of the system; the memory is that of its common configuration.
-    `has_bf16`: it multiplies bf16; NVIDIA's before Ampere do not.
+    `has_bf16`: it multiplies bf16; NVIDIA's before Ampere do not. `reported_gib`: GiB that its driver reports, of cards
+    whose memory keeps its own error correction; None: about one percent less than the GiB it is sold as.
     """
 
     memory_gb: float
@@ -103,6 +104,7 @@ class Device:
     link: str = "pcie"
     is_apple: bool = False
     has_bf16: bool = True
+    reported_gib: float | None = None
 
 
 def _apple(memory_gb: float, teraflops: float, bandwidth: float) -> Device:
@@ -111,15 +113,15 @@ def _apple(memory_gb: float, teraflops: float, bandwidth: float) -> Device:
 
 
 DEVICES = {
-    "t4": Device(16, 65, 8.1, 320, has_bf16=False),
+    "t4": Device(16, 65, 8.1, 320, has_bf16=False, reported_gib=14.56),
     "v100": Device(32, 125, 15.7, 900, "nvlink", has_bf16=False),
-    "l4": Device(24, 121, 30.3, 300),
-    "a10": Device(24, 125, 31.2, 600),
+    "l4": Device(24, 121, 30.3, 300, reported_gib=22.0),
+    "a10": Device(24, 125, 31.2, 600, reported_gib=22.0),
     "rtx3090": Device(24, 71, 35.6, 936),
     "rtx4090": Device(24, 165, 82.6, 1008),
     "rtx5090": Device(32, 210, 104.8, 1792),
     "a6000": Device(48, 155, 38.7, 768),
-    "l40s": Device(48, 362, 91.6, 864),
+    "l40s": Device(48, 362, 91.6, 864, reported_gib=44.4),
     "a100-40gb": Device(40, 312, 19.5, 1555, "nvlink"),
     "a100": Device(80, 312, 19.5, 2039, "nvlink"),
     "h100": Device(80, 989, 67, 3350, "nvlink"),
@@ -142,6 +144,7 @@ DEVICES = {
     "m4-pro": _apple(48, 8.6, 273),
     "m4-max": _apple(128, 17.2, 546),
 }
+ALSO = {"a100-80gb": "a100", "h100-80gb": "h100", "a10g": "a10"}
 # Taken where only the memory is known: the first with as much of it.
 BY_MEMORY = ("t4", "rtx4090", "rtx5090", "a100-40gb", "l40s", "a100", "h200", "mi300x")
 # GB/s of one rank in one direction: between devices of a host, and between hosts.
@@ -253,11 +256,9 @@ def gloo_links(contention: float, interconnect: str | None = None) -> Links:
 
 
 def assumed_memory(device: str) -> int:
-    """Bytes of memory of a documented device: drivers report about one percent less than the GiB it is sold as.
-    Raises PlanError.
-    """
+    """Bytes of memory of a documented device, see Device.reported_gib. Raises PlanError."""
     found = _device(device)
-    return int((1 if found.is_apple else 0.99) * found.memory_gb * GIB)
+    return int((found.reported_gib or (1 if found.is_apple else 0.99) * found.memory_gb) * GIB)
 
 
 def is_apple(device: str | None) -> bool:
@@ -272,7 +273,8 @@ def has_bf16(device: str | None) -> bool:
 
 def _device(name: str) -> Device:
     """Raises PlanError for a name that is not in DEVICES."""
-    found = DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))
+    words = (name.lower().replace("_", "-").replace(" ", between) for between in ("", "-"))
+    found = next((DEVICES[known] for word in words if (known := ALSO.get(word, word)) in DEVICES), None)
     if found is None:
         raise PlanError(
             f"--assume_device {name}: not known. Use one of {', '.join(DEVICES)}, or --assume_memory alone."

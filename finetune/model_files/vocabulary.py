@@ -20,6 +20,11 @@ class Vocabulary:
     known: int
     size: int
 
+    @property
+    def added(self) -> int:
+        """The number of tokens that are new."""
+        return self.size - self.known
+
     def kept(self, stored: int) -> tuple[slice, slice]:
         """Rows that stay as they are of a tensor of so many: the known tokens', and those beyond the new ones. Rows
         that a model keeps spare are the new tokens' before any is added.

@@ -25,6 +25,7 @@ class Facts:
     the layout that plan.degrees chose. `sees_images`: the model has a tower for images, and its processor.
     `weight_files`: the model's that are on this disk. `beside`: bytes of each device that are not the run's own: those
     of a teacher that stays in memory. `rope_factor`: by which --rope_scaling makes a base take longer rows.
+    `added_tokens`: the number of --new_tokens that the tokenizer does not have.
     """
 
     backend: Backend
@@ -43,6 +44,7 @@ class Facts:
     weight_files: tuple[Path, ...] = ()
     beside: int = 0
     rope_factor: float | None = None
+    added_tokens: int | None = None
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
         if self.probe is not None:

@@ -111,6 +111,7 @@ def make_plan(
         sees_images=files is not None and sees_images(files.folder, files.config),
         weight_files=files.weight_files if files else (),
         rope_factor=factor,
+        added_tokens=files.vocabulary.added if files and files.vocabulary else None,
     )
     day = day_of(saved.saved_plan["settled"] if saved else {})
     plan = resolve_plan(overrides, facts)

@@ -162,19 +162,24 @@ def columns(asked: Asked) -> None:
         raise PlanError(f"--ignore_columns {both[0]}: --columns uses it. Give it to one of them.")
 
 
-def model(asked: Asked) -> Said:
+def model(asked: Asked, facts: Facts) -> Said:
     """The model's folder: with LLaMA-Pro that of expand.py. Notices of what trains beside an adapter."""
     if asked.new_tokens:
         beside = ", and train in full beside the adapter"
         if asked.trains_in_full:
             beside = ""
-        count = asked.new_tokens.count(",") + 1
-        tokens = "1 new token"
-        if count > 1:
-            tokens = f"{count} new tokens"
-        yield Notice(
-            f"{tokens}: embeddings and head have a row for each, which starts from the mean of the others{beside}"
-        )
+        named = asked.new_tokens.count(",") + 1
+        count = named if facts.added_tokens is None else facts.added_tokens
+        tokens = f"{count} new token{'s' * (count != 1)}"
+        if count:
+            yield Notice(
+                f"{tokens}: embeddings and head have a row for each, which starts from the mean of the others{beside}"
+            )
+        if count < named:
+            trains = ""
+            if not count and beside:
+                trains = "; embeddings and head train in full beside the adapter all the same"
+            yield Notice(f"new_tokens: the tokenizer has {named - count} of {named} already, which get no row{trains}")
     folder = asked.llama_pro_path
     if folder:
         why = "the expanded folder is the model; it records what it was made from"

@@ -239,6 +239,14 @@ def test_a_rate_of_links_in_bytes_is_of_both():
         rates.links_of("1", "h100")
 
 
+def test_an_assumed_device_has_the_memory_that_its_driver_reports():
+    """torch's own out-of-memory lines, of cards whose memory keeps its error correction and of others."""
+    reported = {"t4": 14.56, "l4": 22.0, "A10": 22.0, "L40S": 44.4, "RTX 4090": 23.6, "a100": 79.2, "A100_80GB": 79.2}
+    for name, gib in reported.items():
+        assert rates.assumed_memory(name) / 2**30 == pytest.approx(gib, rel=0.01), name
+    assert rates.assumed_memory("M4 Max") == rates.assumed_memory("m4-max") == 128 * 2**30
+
+
 @pytest.mark.parametrize(
     ("flags", "gpu_gib"),
     [

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import export
+import train
 from finetune.config import TrainConfig
 from finetune.estimate.memory import base_bytes, trainable_weights
 from finetune.estimate.model_cost import ModelCost
@@ -265,3 +266,12 @@ def test_what_cannot_be_done_is_one_line(bases, rows, tmp_path):
     assert "which modules that train in full replace" in refused(flags, modules_to_save="norm", preference="dpo")
     assert "which FSDP and DDP alone share out" in refused(flags, new_tokens="<|a|>", tp_degree=2, world_size=2)
     assert "full fine-tuning has no adapter" in refused(flags, modules_to_save="norm", train_type="full")
+
+
+def test_words_that_the_tokenizer_has_are_counted_apart(bases, rows, tmp_path, capsys):
+    for words, added, known in (("</s>", None, "1 of 1"), ("</s>,<|a|>", "1 new token: ", "1 of 2")):
+        argv = f"--model_name {bases['llama']} --dataset {rows} --output_dir {tmp_path / 'out'} --dry_run".split()
+        assert train.main([*argv, "--new_tokens", words]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"the tokenizer has {known} already" in said and (added is None or added in said)
+        assert ("train in full beside the adapter all the same" in said) is (added is None)
