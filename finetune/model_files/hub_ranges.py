@@ -31,6 +31,7 @@ from finetune.system.untrusted import untrusted
 FIRST_BYTES = 2**16  # of a weight file: most headers are shorter
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 MAX_FILE_BYTES = 2**44  # Linux' ext4 has no larger ones
+MOST_SKIPPED = 2**28  # of a server that sends whole files
 AT_ONCE = 8
 PLACEHOLDERS = (".bin", ".pt", ".pth", ".gguf")  # what a folder is refused for, by its names alone
 BNB_STATE = ".quant_state.bitsandbytes__"
@@ -74,12 +75,18 @@ class RemoteFile(io.RawIOBase):
             else:
                 self._size = int(response.headers.get("Content-Length", 0))
             skip = first if whole else 0
+            if skip > MOST_SKIPPED:
+                raise PlanError(
+                    f"{self.name}: {endpoint()} sends files whole, and {skip / 2**20:,.0f} MiB are before what is read. "
+                    "Use another HF_ENDPOINT, or omit --dry_run."
+                )
             for piece in response.iter_bytes():
                 self.moved += len(piece)
-                found += piece
-                if len(found) >= skip + length:
+                found += piece[skip:]
+                skip = max(0, skip - len(piece))
+                if len(found) >= length:
                     break
-        return bytes(found[skip : skip + length])
+        return bytes(found[:length])
 
     @property
     def size(self) -> int:

@@ -14,7 +14,7 @@ import train
 from finetune.callers_process import callers_process
 from finetune.data.reading.sources import hub_files, read_rows
 from finetune.errors import PlanError
-from finetune.model_files import hub, hub_upload
+from finetune.model_files import hub, hub_ranges, hub_upload
 from finetune.model_files.files import find_model
 from finetune.model_files.hub import hub_cache, hub_folder
 from finetune.model_files.hub_adapter import fetched
@@ -304,6 +304,20 @@ def test_an_answer_without_an_end_ends_in_a_line(endpoint, monkeypatch, part):
 
     monkeypatch.setattr(Hostile, "send", endless)
     assert "its answer is longer than" in refused(lambda: hub_folder("org/tiny", None, "--model_name"))
+
+
+def test_of_a_file_that_is_sent_whole_what_is_skipped_is_not_kept(endpoint, tiny_model, monkeypatch):
+    """A mirror or a proxy that knows no ranges."""
+    monkeypatch.setattr(Hostile, "file", lambda self, path, commit: self.send(path.read_bytes()))
+    content = (tiny_model / "model.safetensors").read_bytes()
+    file = hub_ranges.RemoteFile("org/tiny", "model.safetensors", "main")
+    for first, length in ((0, 9), (70_000, 200), (len(content) - 5, 50)):
+        assert file.read_range(first, length) == content[first : first + length]
+    assert file.size == len(content)
+    monkeypatch.setattr(hub_ranges, "MOST_SKIPPED", 1000)
+    said = refused(lambda: file.read_range(2000, 8))
+    assert said.startswith("model.safetensors: ") and "sends files whole" in said
+    assert file.read_range(900, 8) == content[900:908]
 
 
 def test_a_hub_that_names_another_commit_at_each_request_is_a_line(endpoint, monkeypatch):
