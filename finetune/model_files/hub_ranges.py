@@ -77,7 +77,7 @@ class RemoteFile(io.RawIOBase):
             skip = first if whole else 0
             if skip > MOST_SKIPPED:
                 raise PlanError(
-                    f"{self.name}: {endpoint()} sends files whole, and {skip / 2**20:,.0f} MiB are before what is read. "
+                    f"{self.name}: {endpoint()} sends files whole, {skip / 2**20:,.0f} MiB before what is read. "
                     "Use another HF_ENDPOINT, or omit --dry_run."
                 )
             for piece in response.iter_bytes():
