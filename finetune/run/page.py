@@ -49,6 +49,7 @@ ROWS_OF = {
 SCORED_BY = {"score_pattern": "regex", "score_max_new_tokens": None}
 # Measures of a run from rewards: its result, and those with charts of their own.
 REWARDS = ("reward", "frac_reward_zero_std", "completions/")
+SAMPLED = ("reward", "reward_best", "entropy")  # of these, what runs are compared by
 COMPLETIONS = "completions/"
 MOST_PROMPTS = 8
 MOST_REWARDED = 10  # steps whose sampled answers are shown
@@ -678,28 +679,36 @@ def _written(value: Any) -> str:
 def results(named: list[tuple[str, Run]], links: dict[str, str]) -> Table:
     names = numbers_in([e for _, run in named for e in run.of("eval")])
     caption = captioned("Results, by the last evaluation", names)
-    head = ["run", "outcome", "steps", "duration", "last training loss", *(said_name(n) for n in names)]
+    ends = {"last training loss": "loss"}
+    if any(is_rewarded(run) for _, run in named):
+        ends["last training reward"] = "reward"
+    head = ["run", "outcome", "steps", "duration", *ends, *(said_name(n) for n in names)]
     rows = []
     for label, run in named:
         last = {}
         if run.evaluated():
             last = run.evaluated()[-1]
-        losses = thinned(run.points("step", "loss"), 10)
         rows.append(
             [
                 label,
                 run.outcome.word,
                 str(run.of("step")[-1].get("step", 0) if run.of("step") else 0),
                 *(run.duration() or ["–"]),
-                number(losses[-1][1]) if losses else "–",
+                *(_last(run, measure) for measure in ends.values()),
                 *(shown(n, last, run.of("eval")) for n in names),
             ]
         )
         published = run.published()
         if published:
             cells = [shown(n, published, run.of("eval")) for n in names]
-            rows.append([f"{label}, as published: of step {published['of_step']}", *["–"] * 4, *cells])
+            rows.append([f"{label}, as published: of step {published['of_step']}", *["–"] * (3 + len(ends)), *cells])
     return Table(head, rows, caption, links=links)
+
+
+def _last(run: Run, measure: str) -> str:
+    """A measure's mean over the last tenth of the steps that have it."""
+    points = thinned(run.points("step", measure), 10)
+    return number(points[-1][1]) if points else "–"
 
 
 def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
@@ -735,7 +744,7 @@ def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
 
 
 def _loss_of(run: Run) -> str:
-    """The loss of a run from preferences, with its settings, or of a classifier, with its classes; empty for any other
+    """The loss of a run from preferences, with its settings and what it is compared with, or of a classifier, with its classes; empty for any other
     run.
     """
     if run.settled.get("task") == CLASSIFY:
@@ -744,6 +753,8 @@ def _loss_of(run: Run) -> str:
     if facts is None or not (facts.pairs or facts.labels):
         return ""
     settings = [f"--{name} {format_value(run.settled.get(name))}" for name in facts.arguments.values()]
+    if facts.needs_reference:
+        settings.append(f"against {format_value(run.settled.get('adapter') or run.settled.get('model_name'))}")
     return " ".join([str(run.settled["preference"]), *settings])
 
 
@@ -773,7 +784,7 @@ def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:
         return Chart(title, [line for line in lines if line.points], unit, can_be_logarithmic="loss" in title.lower())
 
     scores = [n for n in numbers_in([e for _, run in named for e in run.of("eval")]) if n != "loss"]
-    groups = [n for n in numbers_in([e for _, run in named for e in run.of("step")]) if "/" in n]
+    groups = [n for n in numbers_in([e for _, run in named for e in run.of("step")]) if "/" in n or n in SAMPLED]
     found = [
         of("Training loss", "step", "loss"),
         of("Loss of held-out rows", "eval", "loss", dots=True),

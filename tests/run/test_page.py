@@ -252,6 +252,7 @@ def test_losses_of_other_functions_are_not_compared_in_silence(finished, tmp_pat
         ("a", dict(preference="dpo", preference_beta=0.1)),
         ("b", dict(preference="dpo", preference_beta=0.9)),
         ("c", dict(preference="none")),
+        ("f", dict(preference="dpo", preference_beta=0.1, adapter="out/sft")),
         ("d", dict(task="classify", class_names="yes,no")),
         ("e", dict(task="classify", class_names="yes,no,maybe")),
     ):
@@ -265,7 +266,9 @@ def test_losses_of_other_functions_are_not_compared_in_silence(finished, tmp_pat
         return [line for line in found if "functions" in line]
 
     (said,) = lines("abc")
-    assert "(a: dpo --preference_beta 0.1; b: dpo --preference_beta 0.9)." in said
+    base = page.read_run(tmp_path / "a").settled["model_name"]
+    assert f"(a: dpo --preference_beta 0.1 against {base}; b: dpo --preference_beta 0.9 against {base})." in said
+    assert "f: dpo --preference_beta 0.1 against out/sft" in lines("af")[0]
     assert not lines("ac") and not lines("aa") and not lines("dd")
     (said,) = lines("de")
     assert "(d: classes yes,no; e: classes yes,no,maybe)." in said

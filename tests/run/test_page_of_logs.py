@@ -216,6 +216,16 @@ def test_a_comparison_names_the_runs_that_were_scored_on_other_rows(tmp_path):
     assert "Which rows the losses of held-out rows are of is not in the log of old" in words_of(a, old)
 
 
+def test_runs_by_rewards_are_compared_by_their_rewards(tmp_path):
+    a = a_run(tmp_path / "a", started(), *steps(0.0, 0.0, reward=0.1875, reward_best=0.5, entropy=2.0))
+    b = a_run(tmp_path / "b", started(), *steps(0.0, 0.0, reward=0.8125, reward_best=0.875, entropy=1.0))
+    plain = a_run(tmp_path / "plain", started(), *steps(2.0, 1.0))
+    said = words_of(a, b, plain)
+    assert "last training reward" in said and "0.1875" in said and "0.8125" in said
+    assert "Reward, training" in said and "Entropy, training" in said
+    assert "last training reward" not in words_of(plain, plain)
+
+
 def test_a_comparison_links_to_the_runs_own_pages(tmp_path, capsys):
     one = a_run(tmp_path / "a b", started(), *steps(2.0, 1.0))
     two = a_run(tmp_path / "javascript:x", started(), *steps(2.0, 1.0))
