@@ -744,8 +744,8 @@ def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
 
 
 def _loss_of(run: Run) -> str:
-    """The loss of a run from preferences, with its settings and what it is compared with, or of a classifier, with its classes; empty for any other
-    run.
+    """The loss of a run from preferences, with its settings and what it is compared with, or of a classifier, with its
+    classes; empty for any other run.
     """
     if run.settled.get("task") == CLASSIFY:
         return f"classes {run.settled.get('class_names')}"
