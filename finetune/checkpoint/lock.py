@@ -3,6 +3,7 @@
 import fcntl
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -11,6 +12,16 @@ from finetune.errors import OutputDirInUseError, PlanError, StorageError
 from finetune.system.files import open_file
 
 OWNER = "pid "  # how the text of the lock file begins
+_open: "weakref.WeakSet[IO[str]]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Closes what a forked child has open of locks: it may outlive the run, and would hold them."""
+    for handle in list(_open):
+        handle.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def check_not_in_use(output_dir: Path) -> None:
@@ -48,6 +59,7 @@ class Lock:
         while self.handle is None:
             with storage(output_dir):
                 handle = open_file(self.file, "a+", errors="replace")
+            _open.add(handle)
             self._lock(handle, output_dir)
             if self.is_current(handle):
                 self.handle = handle

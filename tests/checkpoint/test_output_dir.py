@@ -5,7 +5,9 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -619,3 +621,32 @@ def test_a_folder_that_is_moved_away_is_not_made_again(flags, tmp_path):
     assert process.returncode == 74 and f"{tmp_path / 'out'}: was moved or replaced while the run went on" in err
     assert not list(tmp_path.glob("out/*.safetensors")) and not list(tmp_path.glob("out/checkpoints/*"))
     assert (tmp_path / "moved" / "run_plan.json").is_file()
+
+
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from finetune.checkpoint.lock import Lock
+lock = Lock(Path(sys.argv[1]))
+child = os.fork()
+if not child:
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_forked_child_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path):
+    """As the workers of a reward's ProcessPoolExecutor do after an out-of-memory kill."""
+    run = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
+    child = int(run.stdout.readline())
+    try:
+        with pytest.raises(OutputDirInUseError):
+            Lock(tmp_path / "out")
+        run.kill()
+        run.wait()
+        Lock(tmp_path / "out").release()
+        os.kill(child, 0)  # it is still there
+    finally:
+        run.kill()
+        os.kill(child, signal.SIGKILL)
