@@ -1,5 +1,6 @@
 """Exclusive lock on an output_dir: an flock, which the kernel releases however the process ends."""
 
+import contextlib
 import fcntl
 import os
 import time
@@ -100,4 +101,7 @@ class Lock:
 
     def release(self) -> None:
         assert self.handle is not None, self.file
+        if not self.handle.closed:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self.handle, fcntl.LOCK_UN)  # whoever else has it open
         self.handle.close()

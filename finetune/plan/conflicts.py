@@ -121,6 +121,7 @@ SET = Values("set", lambda value, default: bool(value))
 UNSET = Values("not set", lambda value, default: not value)
 GIVEN = Values("given", lambda value, default: True, if_given=True)
 SET_AND_GIVEN = Values("given", lambda value, default: bool(value), if_given=True)
+OFF_AND_GIVEN = Values("`false`", lambda value, default: value == "false", if_given=True)  # not what a run settled
 CHANGED = Values("changed", lambda value, default: value != default, if_given=True)
 NOT_DEFAULT = Values("changed", lambda value, default: value != default)
 NO_NUMBERS = Values(
@@ -228,7 +229,7 @@ SETTINGS = (
     ),
     Conflict("cosine_min_lr_ratio", over(1), ALWAYS, "must be at most 1", ""),
     Conflict("label_smoothing", at_least(1), ALWAYS, "must be below 1", ""),
-    contradicts("reentrant_checkpointing", is_one_of(True), "use_gradient_checkpointing", is_one_of("false")),
+    contradicts("reentrant_checkpointing", is_one_of(True), "use_gradient_checkpointing", OFF_AND_GIVEN),
     *(
         Conflict(name, SET, beside("dry_run", UNSET), "plans for another machine", "Add --dry_run")
         for name in ("assume_memory", "assume_world_size", "assume_device", "assume_interconnect")

@@ -650,3 +650,10 @@ def test_a_forked_child_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_
     finally:
         run.kill()
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_that_is_released_is_free_whoever_has_it_open(tmp_path):
+    lock = Lock(tmp_path / "out")
+    with open(os.dup(lock.handle.fileno())):
+        lock.release()
+        Lock(tmp_path / "out").release()

@@ -97,6 +97,12 @@ def test_options_that_mlx_has_give_torch_s_run_and_move_with_it(tiny_model, rows
 
 
 @pytest.mark.slow
+def test_a_run_with_a_word_of_torch_s_goes_on_by_the_same_words(tiny_model, rows_file, tmp_path):
+    flags = flags_of(tiny_model, rows_file, tmp_path / "out", max_steps=1, reentrant_checkpointing=True)
+    assert fine_tune(**flags).step == 1
+    assert fine_tune(resume=str(tmp_path / "out"), max_steps=2, reentrant_checkpointing=True).step == 2
+
+
 def test_the_command_line_resumes_the_run(mlx_run, tmp_path):
     folder = copy_up_to(mlx_run, 9, tmp_path / "out")
     code, out, err = finish(command(output_dir=folder, resume="auto"))
