@@ -29,6 +29,8 @@ from quantization_wrapper import FIRST_METHOD, METHODS, settings_of
 
 MOST_RANKS = 1024
 MOST_CHANGES = 16
+PLAIN_OPTIMIZER = "adamw"  # which every run has
+MLX = "mlx"  # whose ranks are replicas, with the base in memory
 TWO_MOMENTS = 8  # bytes per weight, in fp32
 
 
@@ -98,17 +100,19 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
             use_cpu_offload=True,
         )
     trains = plan.trains
-    streams = isinstance(trains, Adapter) and not trains.init.reads_base
+    streams = isinstance(trains, Adapter) and not trains.init.reads_base and budget.device != MLX
     if plan.settings.base_offload == "none" and budget.ranks == budget.dims.world_size == 1 and streams:
         read = (
             f"{gib(memory.layers_bytes(ModelCost(shape, plan)))} are read for each forward and again for its backward"
         )
-        offer("--base_offload disk", f"{read}; identical result", base_offload="disk", cache_dequantized="false")
-    _offer_less_precision(plan, offer, found)
+        beside = " --cache_dequantized false" if memory_plan.cache_dequantized else ""
+        disk = dict(base_offload="disk", cache_dequantized="false")
+        offer(f"--base_offload disk{beside}", f"{read}; identical result", **disk)
+    _offer_less_precision(plan, budget.device, offer, found)
     return found
 
 
-def _offer_less_precision(plan: Parts, offer: Callable[..., None], found: list) -> None:
+def _offer_less_precision(plan: Parts, device: str, offer: Callable[..., None], found: list) -> None:
     """Fewer trainable weights, fewer bits, shorter rows: changes of the result."""
     trains = plan.trains
     quantization = plan.quantization
@@ -117,11 +121,18 @@ def _offer_less_precision(plan: Parts, offer: Callable[..., None], found: list) 
     half = {"fp32": "bf16", "fp16_autocast": "fp16", "bf16_autocast": "bf16"}.get(precision.word)
     if half and not plan.all_weights:
         offer(f"--precision {half}", "frozen weights and products rounded to 16 bits", precision=half)
-    quantized = dict(train_type="qlora", cache_dequantized="false") | settings_of(FIRST_METHOD)
+    quantized = dict(train_type="qlora", cache_dequantized="false") | settings_of(
+        MLX if device == MLX else FIRST_METHOD
+    )
     plain = precision.compute
     if plan.all_weights:
-        offer("--train_type lora", "trains adapters, not all weights", train_type="lora", precision=plain)
-        offer("--train_type qlora", "trains adapters on a base rounded to 4 bits", precision=plain, **quantized)
+        other = ""
+        new: dict[str, Any] = {"precision": plain}
+        if not _trains_adapters(plan):
+            other = f" --optimizer {PLAIN_OPTIMIZER}"
+            new["optimizer"] = PLAIN_OPTIMIZER
+        offer(f"--train_type lora{other}", "trains adapters, not all weights", train_type="lora", **new)
+        offer(f"--train_type qlora{other}", "trains adapters on a base rounded to 4 bits", **new | quantized)
     elif quantization is None:
         offer("--train_type qlora", "the base rounded to 4 bits; about 3 % of the speed", **quantized)
     if isinstance(trains, Adapter) and trains.rank > 8:
@@ -131,20 +142,27 @@ def _offer_less_precision(plan: Parts, offer: Callable[..., None], found: list) 
         length //= 2
         fewer = length * data.documents_per_row
         tokens = plan.steps.microbatch_tokens
-        tokens = fewer if tokens <= data.row_length else tokens
+        is_one_row = tokens <= data.row_length
+        tokens = fewer if is_one_row else tokens
+        beside = f" --microbatch_tokens {fewer}" if is_one_row and device == MLX else ""  # others fit their own
         offer(
-            f"--context_length {length}",
+            f"--context_length {length}{beside}",
             "longer rows are truncated at the start of the prompt",
             context_length=length,
             microbatch_tokens=tokens,
         )
         if found and found[-1].fits:
             break
-    for word, method in METHODS.items():
+    for word, method in METHODS.items() if device != MLX else ():  # whose own method has the bits of the plan
         for bits, price in method.offered.items():
             if quantization and quantization.bits > bits:
                 low = settings_of(word, bits) | dict(double_quant=False, group_size=64)
                 offer(f"--quantization_backend {word} --n_bits {bits}", price, **low)
+
+
+def _trains_adapters(plan: Parts) -> bool:
+    """True if adapters train with the plan's optimizer."""
+    return all(limit.beside != "adapters" for limit in OPTIMIZERS[plan.steps.optimizer].limits)
 
 
 def cheapest_combination(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option]:
@@ -155,6 +173,8 @@ def cheapest_combination(plan: Parts, shape: KnownShape, budget: MemoryBudget) -
     now = plan
     for _ in range(MOST_CHANGES):
         offered = [c for c in options(now, shape, budget) if c.text not in {t.text for t in taken}]
+        if not _trains_adapters(now):  # another optimizer comes with the adapters, if these are needed
+            offered = [c for c in offered if c.changes.keys() != {"optimizer"}] or offered
         if not offered:
             break
         taken.append(next((c for c in offered if c.fits), offered[0]))
@@ -192,6 +212,8 @@ def _changed(plan: Parts, changes: list[Option]) -> Parts:
 
 def fewest_devices(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int | None:
     """Minimum number of such devices for these settings with more FSDP shards, otherwise unchanged."""
+    if budget.device == MLX:
+        return None
     ranks = budget.ranks
     while ranks <= MOST_RANKS:
         wider = replace(budget, ranks=ranks)

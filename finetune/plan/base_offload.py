@@ -42,13 +42,21 @@ def base_offload(asked: Asked, facts: Facts, ranks: Ranks, trains: Trains) -> Sa
     yield from _excluded(asked, word)
 
 
+# Settings that an offloaded base excludes.
+EXCLUDED = {
+    "cache_dequantized": "keeps dense copies of the layers on the device",
+    "compile": "traces layers whose weights it takes to stay",
+}
+
+
+def _is_asked_for(asked: Asked, name: str) -> bool:
+    return getattr(asked, name) == "true" and asked.given(name)
+
+
 def _excluded(asked: Asked, word: str) -> Said:
-    """Settings that an offloaded base excludes. Raises PlanError for those that the user asked for."""
-    for name, why in (
-        ("cache_dequantized", "keeps dense copies of the layers on the device"),
-        ("compile", "traces layers whose weights it takes to stay"),
-    ):
-        if getattr(asked, name) == "true" and asked.given(name):
+    """What an offloaded base excludes, off. Raises PlanError for what the user asked for."""
+    for name, why in EXCLUDED.items():
+        if _is_asked_for(asked, name):
             raise PlanError(f"--base_offload {word}: --{name} true {why}. Omit one of them.")
         yield Change(name, "false")
 
@@ -97,7 +105,7 @@ def memory_of_base(
     if word == "auto":
         word = "none"
         reason = ""
-        if shape is not None and room is not None:
+        if shape is not None and room is not None and not any(_is_asked_for(asked, name) for name in EXCLUDED):
             word, reason = _chosen(asked, facts, trial, shape, room, machine)
         yield Change("base_offload", word, reason)
         trial = trial.with_settings(base_offload=word)

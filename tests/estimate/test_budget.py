@@ -1,5 +1,6 @@
 """Largest batches, remedies and sizes within a memory budget."""
 
+import json
 import re
 from dataclasses import asdict, replace
 
@@ -143,3 +144,31 @@ def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_
 
 def test_small_sizes_are_printed_in_mib():
     assert (budget.gib(3 * 2**20), budget.gib(GIB)) == ("3.0 MiB", "1.00 GiB")
+
+
+OFFERED = re.compile(r"^ +(--.*?): -[\d.]+ \w+;", re.M)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--backend mlx --train_type lora --batch_size 64 --context_length 512 --assume_memory 700MiB",
+        "--backend mlx --train_type lora --batch_size 64 --context_length 512 --assume_memory 500MiB",
+        "--assume_device a100 --train_type full --optimizer muon --context_length 2048 --assume_memory 2GiB",
+        "--assume_device a100 --train_type full --optimizer muon --context_length 2048 --assume_memory 1GiB",
+        "--assume_device a100 --train_type qlora --cache_dequantized true --context_length 2048 --assume_memory 1GiB",
+    ],
+)
+def test_what_is_offered_fits_as_it_is_written(words, tmp_path):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "vocab_size": 49152}
+    config |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    flags = f"--model_name {tmp_path} {words}"
+    code, out, err = dry_run(flags)
+    assert code == 2, err
+    offered = OFFERED.findall(out)
+    together = [" ".join(offered)] if "these changes together make it fit" in out else offered
+    assert together and not ("mlx" in words and "such devices" in out)  # whose ranks are replicas
+    for change in together:
+        code, _, err = dry_run(f"{flags} {change}")
+        assert code == 0, (change, err)
