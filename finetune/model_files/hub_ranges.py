@@ -209,9 +209,8 @@ def model_on_paper(repo_id: str, revision: str | None) -> tuple[ModelFiles | Non
 
 def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: str) -> int:
     """Writes `folder`; bytes that moved."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     moved = 0
-    with new_folder(folder) as made:
+    with _not_removed(folder), new_folder(folder) as made:
         kept = ("config.json", "adapter_config.json", INDEX, GENERATION)
         texts = [name for name in sorted(names) if name in kept or is_tokenizer_file(name)]
         for name in texts:
@@ -233,6 +232,18 @@ def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: 
         with Pool(AT_ONCE) as pool:
             moved += sum(pool.map(lambda name: _read_header(repo_id, name, commit, made / name, said), shards))
     return moved
+
+
+@contextlib.contextmanager
+def _not_removed(folder: Path) -> Iterator[None]:
+    """A context in which a folder is written. Raises PlanError if another process removes it meanwhile."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except FileNotFoundError as error:
+        raise PlanError(
+            f"{folder.parent}: {error.strerror}: it was removed while it was written. Start again."
+        ) from None
 
 
 def _read_header(repo_id: str, name: str, commit: str, path: Path, said: str) -> int:

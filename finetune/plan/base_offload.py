@@ -54,7 +54,7 @@ def _is_asked_for(asked: Asked, name: str) -> bool:
 
 
 def _excluded(asked: Asked, word: str) -> Said:
-    """What an offloaded base excludes, off. Raises PlanError for what the user asked for."""
+    """Changes that turn off what an offloaded base excludes. Raises PlanError for what the user asked for."""
     for name, why in EXCLUDED.items():
         if _is_asked_for(asked, name):
             raise PlanError(f"--base_offload {word}: --{name} true {why}. Omit one of them.")

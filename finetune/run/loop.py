@@ -295,7 +295,10 @@ def evaluate(
             log.say(line)
         log.evaluation(found.values, found.right, num_scored=found.num_scored, of_step=of_step)
         if answers:
-            lines = samples.lines_of(data, asked, answers, state.step, num_drawn=len(prompts), of_step=of_step)
+            most = output.score_max_new_tokens
+            lines = samples.lines_of(
+                data, asked, answers, state.step, num_drawn=len(prompts), most_tokens=most, of_step=of_step
+            )
             log.sampled(lines)
         if found.answers:
             summary.scored_answer = found.answers[0]

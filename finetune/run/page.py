@@ -509,20 +509,32 @@ def prompts(run: Run) -> list[dict]:
     by_prompt: dict[tuple[str, str], list[dict]] = {}
     for sample in run.samples:
         by_prompt.setdefault((sample["source"], sample["prompt"]), []).append(sample)
-    wrong = [item for item in by_prompt.items() if not item[1][-1].get("right")]
-    right = [item for item in by_prompt.items() if item[1][-1].get("right")]
+    wrong = [item for item in by_prompt.items() if is_wrong(item[1][-1])]
+    right = [item for item in by_prompt.items() if not is_wrong(item[1][-1])]
     found = []
     for (source, prompt), taken in [*wrong[:MOST_WRONG], *right[: max(0, MOST_PROMPTS - len(wrong))]]:
         if len(taken) <= 12:
             frames = taken
         else:
             frames = [*taken[:1], *taken[1:-1][:: -(-len(taken) // 10)], taken[-1]]
-        frames = [{"right": bool(s.get("right")), "at": at_step(s), "answer": s["answer"]} for s in frames]
+        frames = [{"word": judgement(s), "at": at_step(s), "answer": s["answer"]} for s in frames]
         shown = taken[-1].get("images")
         pictures = [str(uri) for uri in shown if str(uri).startswith(PICTURE)] if isinstance(shown, list) else []
         expected = taken[-1]["expected"]
         found.append({"source": source, "prompt": prompt, "expected": expected, "frames": frames, "pictures": pictures})
     return found
+
+
+def judgement(sample: dict) -> str:
+    """A sample's answer in a word."""
+    if is_wrong(sample):
+        return "not as expected"
+    return "right" if sample["right"] else "as expected as far as it was sampled"
+
+
+def is_wrong(sample: dict) -> bool:
+    right = sample.get("right", False)
+    return right is not None and not right
 
 
 def at_step(sample: dict) -> str:
@@ -548,8 +560,8 @@ def sampled_answers(run: Run) -> Table:
 
 def prompts_line(run: Run) -> str:
     """The line above the samples: how many there are, and how many of the scored rows are wrong."""
-    last: dict[tuple[str, str], bool] = {(s["source"], s["prompt"]): bool(s.get("right")) for s in run.samples}
-    wrong = sum(not right for right in last.values())
+    last: dict[tuple[str, str], bool] = {(s["source"], s["prompt"]): is_wrong(s) for s in run.samples}
+    wrong = sum(last.values())
     line = f"{len(last)} held-out prompts were answered, {wrong} of them not as expected at the end (shown first)."
     if wrong > MOST_WRONG:
         line += f" {MOST_WRONG} of these are here, all in samples.jsonl."

@@ -7,7 +7,8 @@ from pathlib import Path
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.engine import Engine
 from finetune.generation import Prompt, legible
-from finetune.parts.answer_metrics import judges
+from finetune.model_files.tokenizer import continued_ids
+from finetune.parts.answer_metrics import judges, may_become
 from finetune.parts.run_data import RunData
 from finetune.run.evaluation import shared
 from finetune.system.files import open_file
@@ -50,12 +51,19 @@ def more_wrong(wrong: list[int], examples: list, prompts: list, *, most: int) ->
 
 
 def lines_of(
-    data: RunData, prompts: list, answers: list[str], step: int, *, num_drawn: int, of_step: int | None = None
+    data: RunData,
+    prompts: list,
+    answers: list[str],
+    step: int,
+    *,
+    num_drawn: int,
+    most_tokens: int,
+    of_step: int | None = None,
 ) -> list[dict]:
     """The lines of samples.jsonl for this step. Prompts from `num_drawn` on were picked because a score found them
-    wrong; their lines say so. `of_step`: the step of the weights, if it is another.
+    wrong; their lines say so. `of_step`: the step of the weights, if it is another. Of an answer that was cut on its
+    way to the expected one, after `most_tokens` or MOST_TOKENS, it is not known whether it is right.
     """
-    exact = judges(["exact"], None)["exact"]
     weights = {}
     if of_step is not None:
         weights["of_step"] = of_step
@@ -67,7 +75,7 @@ def lines_of(
             "prompt": data.tokenizer.decode(legible(prompt))[-MOST_LETTERS:],
             "expected": expected[:MOST_LETTERS],
             "answer": answer[:MOST_LETTERS],
-            "right": exact(answer, expected),
+            "right": _is_right(data, prompt, expected, answer=answer, most=min(most_tokens, MOST_TOKENS)),
             **({"images": prompt.pictures()} if isinstance(prompt, Prompt) else {}),
         }
         for (prompt, expected, source), answer in zip(prompts, answers, strict=True)
@@ -75,6 +83,14 @@ def lines_of(
     for line in lines[num_drawn:]:
         line["picked"] = "wrong"
     return lines
+
+
+def _is_right(data: RunData, prompt: list[int], expected: str, *, answer: str, most: int) -> bool | None:
+    """True if an answer is the expected one; None of the first tokens of one, as many as are sampled."""
+    if judges(["exact"], None)["exact"](answer, expected):
+        return True
+    is_cut = may_become(answer, expected) and len(continued_ids(data.tokenizer, prompt, answer)) >= most
+    return None if is_cut else False
 
 
 def append(root: Path, lines: list[dict]) -> None:

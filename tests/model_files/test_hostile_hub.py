@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import shutil
 import threading
 import time
 
@@ -304,6 +305,16 @@ def test_an_answer_without_an_end_ends_in_a_line(endpoint, monkeypatch, part):
 
     monkeypatch.setattr(Hostile, "send", endless)
     assert "its answer is longer than" in refused(lambda: hub_folder("org/tiny", None, "--model_name"))
+
+
+def test_a_cache_that_is_removed_while_a_look_is_written_is_a_line(endpoint, tmp_path):
+    def removing(content):
+        shutil.rmtree(tmp_path / "XDG_CACHE_HOME")
+        return content
+
+    ANSWERS["tokenizer.json"] = removing
+    said = refused(lambda: model_on_paper("org/tiny", None))
+    assert "it was removed while it was written. Start again." in said
 
 
 def test_of_a_file_that_is_sent_whole_what_is_skipped_is_not_kept(endpoint, tiny_model, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from finetune.data.prepare import rows_digest
 from finetune.errors import DivergedError
-from finetune.run import samples
+from finetune.run import page, samples
 from finetune.run.diagnostics import DivergenceWatch, findings, repeats_itself
 from tests.support.rows import json_lines
 from tests.support.runs import read_events
@@ -238,6 +238,17 @@ def test_validation_prompts_are_answered_at_each_evaluation_and_a_resumed_run_co
     assert (out / "samples.jsonl").read_bytes().startswith(before[: before.index(b'"step": 4') - 1])
     plain_run(**flags, max_steps=1, overwrite=True)
     assert [s["step"] for s in samples.read(out)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_an_answer_that_was_cut_on_its_way_is_not_called_wrong(plain_run, write, tmp_path):
+    row = {"prompt": "yes:", "completion": " yes" * 12}
+    file = write("one.jsonl", [row] * 2)
+    flags = dict(validation_dataset=file, score_max_new_tokens=8, train_type="full", lora_rank=None, lr=5e-3)
+    plain_run(dataset=file, max_steps=60, eval_samples=2, **flags)
+    first, *_, last = samples.read(tmp_path / "out")
+    assert first["right"] is False and last["right"] is None and row["completion"].startswith(last["answer"])
+    said = page.page_of([tmp_path / "out"])
+    assert "0 of them not as expected" in said and "as expected as far as it was sampled" in said
 
 
 def test_scored_prompts_are_answered_where_there_are_no_validation_rows(plain_run, rows_file, tmp_path):

@@ -27,6 +27,7 @@ from finetune.parts.objectives import EMBED
 from finetune.system.untrusted import untrusted
 
 Places = tuple[np.ndarray, np.ndarray, np.ndarray]  # of tokens in a text, see _places
+SPACE = "\u0120"  # as byte-level tokenizers write it
 NEAR = 2  # characters beside the whitespace at a prompt's end that decide its tokens
 NO_TEMPLATE = (
     "needs a chat template, and the run began without one, as its first rows need none. Begin it with --chat_template "
@@ -290,6 +291,20 @@ class RowEncoder:
         return [number for number, token in self.tokenizer.added_tokens_decoder.items() if token.rstrip]
 
     @cached_property
+    def spaces_after(self) -> np.ndarray | None:
+        """The number of spaces at each token's end, after other characters, as of a line break and an indentation; None
+        if no token has some.
+        """
+        vocabulary = self.tokenizer.get_vocab()
+        ending = {text: number for text, number in vocabulary.items() if text.endswith(SPACE) and text.strip(SPACE)}
+        if not ending:
+            return None
+        counts = np.zeros(1 + max(vocabulary.values()), np.int64)
+        for text, number in ending.items():
+            counts[number] = len(text) - len(text.rstrip(SPACE))
+        return counts
+
+    @cached_property
     def joins_space(self) -> bool:
         """True if the tokenizer makes one token of a space and the word after it."""
         apart, together = self.tokenizer(
@@ -325,10 +340,10 @@ class RowEncoder:
                     f"{first}: the model's own processor makes other tokens of a text with images than its tokenizer "
                     "of the same text. Rows with images cannot be learned with this model."
                 )
-            places = _places(encoding)
+            places = _places(encoding, text, self.spaces_after)
             if item.ids is None and (cut := self._cuts(item.document, text, encoding, places, from_template)):
                 encoding = self._apart(text, cut, from_template)
-                places = _places(encoding)
+                places = _places(encoding, text, self.spaces_after)
             of_document = _with_targets(
                 item.document, text, encoding, places, self.tokenizer.eos_token_id, self.takes_whitespace
             )
@@ -437,13 +452,17 @@ def _placed(document: Document) -> Iterator[tuple[Span, int, int]]:
         at += len(span.text)
 
 
-def _places(encoding: Any) -> Places:
-    """(first characters, the ones after the last, first ones with spaces before them) of tokens.
+def _places(encoding: Any, text: str, spaces_after: np.ndarray | None = None) -> Places:
+    """(first characters, the ones after the last, first ones with spaces before them) of tokens. `spaces_after`: see
+    RowEncoder.
 
     Byte-level tokenizers trim spaces off a token's offsets: a token of only spaces has an empty span, and starts where
-    the previous one ended.
+    the previous one ended; one that ends in spaces ends where the next one begins, at most.
     """
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    if spaces_after is not None and (after := spaces_after[np.array(encoding.ids, np.int64)]).any():
+        following = np.append(starts[1:], len(text))
+        ends = np.maximum(ends, np.minimum(ends + after, following))
     before = np.maximum.accumulate(np.r_[0, ends[:-1]])[: len(starts)]
     trimmed = np.minimum(starts, before)
     return np.where(starts == ends, trimmed, starts), ends, trimmed

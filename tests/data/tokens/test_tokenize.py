@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from finetune.data.reading.rows import RawDataset
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.overlong import truncate
 from finetune.data.tokens.tokenize import generation_examples, render_sample, tokenize
@@ -183,3 +184,15 @@ def test_tokenizing_four_times_the_rows_takes_about_four_times_the_calls(tmp_pat
     calls(1)  # what is made once is made here
     # Linear is 4; quadratic would be 16.
     assert 3 * calls(1000) < calls(4000) < 5 * calls(1000)
+
+
+@pytest.mark.parametrize("answer", ["    return x", "  a", "   \r\nb", "\t\tx", "  \n  y", " x", "\n\n  z", "x  "])
+@pytest.mark.parametrize("prompt", ["def f(x):\n", "f:", "f: ", "f:\n\n", "\t"])
+def test_every_character_of_an_answer_is_in_a_target(plain_tokenizer, prompt, answer):
+    """Byte-level tokenizers leave spaces out of a token's offsets, also those after a line break that it has."""
+    assert any(token.startswith("\u010a") and token.endswith("\u0120") for token in plain_tokenizer.get_vocab())
+    raw = RawDataset([{"prompt": prompt, "completion": answer}], ["0"], ("prompt", "completion"), (), "", "rows", 0)
+    ids, is_target = tokenize(raw, "auto", plain_tokenizer, 512).document(0)
+    learned = plain_tokenizer.decode(ids[is_target])
+    assert learned.removesuffix(plain_tokenizer.eos_token).endswith(answer), learned
+    assert prompt.startswith(plain_tokenizer.decode(ids[~is_target]).removeprefix(plain_tokenizer.bos_token or ""))
