@@ -5,8 +5,9 @@ R rank, E experts held as one parameter.
 """
 
 import hashlib
+import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from finetune.parts.by_layer import LARGEST_SCALE
 from finetune.safetensors_io import FloatTensors, digest_of, read_tensors
 from finetune.system.files import check_inside
 from finetune.system.json_files import NUMBER, check, read_json
+from finetune.system.patterns import Pattern, ended_in_time
 
 PEFT_FILE = "adapter_model.safetensors"
 MLX_LM_FILE = "adapters.safetensors"
@@ -148,12 +150,16 @@ def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> Non
     unread = (name for name in tensors if not name.startswith(PREFIX) or ".lora_" in name and not LEAF.search(name))
     if not mlx_lm and (odd := next(unread, None)):
         raise PlanError(f"{file}: holds {odd[:120]}, which is neither an adapter's nor its base's. {AGAIN}")
+    targets = Targets({} if mlx_lm else config)
     for one, other, axes, stacked in PAIRS:
         for name in (n for n in tensors if n.endswith((f".{one}", f".{other}"))):
             module = name.removesuffix(one).removesuffix(other)
             pair = [tensors[module + leaf] for leaf in (one, other) if module + leaf in tensors]
             if len(pair) < 2:
                 raise PlanError(f"{file}: {name} is without its pair. {AGAIN}")
+            path = module.removeprefix(PREFIX).rstrip(".").removesuffix(".base_layer")
+            if not mlx_lm and path not in targets:
+                raise PlanError(f"{file}: has a pair of {path[:120]}, which {CONFIG} leaves out, as peft does. {AGAIN}")
             if config.get("use_dora") and f"{module}{MAGNITUDE}" not in tensors:
                 raise PlanError(f"{said}: use_dora, and {module}{MAGNITUDE} is not in {file.name}. {AGAIN}")
             found = _ranks_of(pair, axes, stacked)
@@ -161,6 +167,60 @@ def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> Non
                 shapes = " and ".join(str(list(t.shape)) for t in pair)
                 fact = f"{words[0]} is {str(rank)[:80]}, which its weights do not have"
                 raise PlanError(f"{said}: {fact}: those of {module.rstrip('.')} are {shapes}. {AGAIN}")
+
+
+class Targets:
+    """The modules that a config of PEFT's names for adapters; of experts' parameters it names only these. Raises
+    PlanError.
+    """
+
+    def __init__(self, config: dict):
+        named = config.get("target_modules")
+        self.names_all = named in (None, "all-linear")
+        self.has_parameters = bool(config.get("target_parameters"))
+        self.named = _Names(named)
+        self.excluded = _Names(config.get("exclude_modules"))
+        layers = config.get("layers_to_transform")
+        self.layers = layers if isinstance(layers, list | None) else [layers]
+        blocks = config.get("layers_pattern") or r"[^.]*"
+        names = blocks if isinstance(blocks, list) else [blocks]
+        self.blocks = [_pattern(rf".*\.{name}\.(\d+)\..*") for name in names]
+
+    def __contains__(self, module: str) -> bool:
+        if self.names_all or (self.has_parameters and "experts" in module):
+            return True
+        if self.layers is not None and module not in self.named.names:  # whole names are of any layer
+            found = next((at for block in self.blocks if (at := _fullmatch(block, module))), None)
+            if found is None or int(found[1]) not in self.layers:
+                return False
+        return module in self.named and module not in self.excluded
+
+
+class _Names:
+    """Names of modules, which others end in after a point, or a regex of whole names."""
+
+    def __init__(self, given: object):
+        self.pattern = _pattern(given) if isinstance(given, str) else None
+        self.names = frozenset(name for name in (given if isinstance(given, list) else ()) if isinstance(name, str))
+
+    def __contains__(self, module: str) -> bool:
+        if self.pattern is not None:
+            return _fullmatch(self.pattern, module) is not None
+        parts = module.split(".")
+        return any(".".join(parts[i:]) in self.names for i in range(len(parts)))
+
+
+def _pattern(text: str) -> Pattern:
+    """A regex of an adapter's config. Raises PlanError."""
+    try:
+        return Pattern(text)
+    except re.error as error:
+        raise PlanError(f"{CONFIG}: {text[:120]} is no regex ({error}). {AGAIN}") from None
+
+
+def _fullmatch(pattern: Pattern, module: str) -> Any:
+    with ended_in_time(f"{CONFIG}: its regex, on {module[:120]}"):
+        return pattern.fullmatch(module)
 
 
 def _ranks_of(pair: list, axes: tuple, stacked: tuple | None) -> tuple[int, int] | None:
