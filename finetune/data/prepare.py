@@ -331,8 +331,12 @@ def load_data(
         score_rows = None
         scored_sha256 = ""
         if plan.validation_split and "validation" not in raw_datasets:
-            rows, held_out = split_validation(train.row_sources, plan.validation_split, plan.seed)
+            of_split = train.row_sources, plan.validation_split, plan.seed, train.weighted_parts
+            rows, held_out = split_validation(*of_split)
+            names = [part.name for part in train.parts]
             train, validation = train.select(rows), train.select(held_out)
+            for name in (name for name in names if name not in {part.name for part in train.parts}):
+                say(f"  note: --validation_split: all rows of {name} are held out, and none is trained on")
             for name in sorted(set(train.row_sources) & set(validation.row_sources)):
                 say(f"  note: --validation_split: of {name} the last rows are held out, and those before trained on")
         ends: Counter[int] = Counter()

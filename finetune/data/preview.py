@@ -118,7 +118,8 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, files: ModelFiles) -> dict:
     train = found["train"][0]
     learned = train
     if plan.validation_split and "validation" not in found and not plan.streaming:
-        learned = train.select(split_validation(train.row_sources, plan.validation_split, plan.seed)[0])
+        of_split = train.row_sources, plan.validation_split, plan.seed, train.weighted_parts
+        learned = train.select(split_validation(*of_split)[0])
     check_mismatches(plan, learned)
     notices = implementation(plan.source).check_rows(plan, learned, tokenizer, special_ids(tokenizer))
     return {

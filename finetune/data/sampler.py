@@ -69,12 +69,15 @@ def num_held_out(num_rows: int, fraction: float) -> int:
     return min(max(round(num_rows * fraction), 1), num_rows - 1)
 
 
-def split_validation(made_of: Sequence[str], fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_validation(
+    made_of: Sequence[str], fraction: float, seed: int, part_of: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(training rows, validation rows), each in ascending order, with at least one row each.
 
     `made_of`: where each row is from. Those of one conversation, text or pair stay together, as one holds what another
     is asked: as many as fit into the fraction. Where these are less than half of it, as of long texts, the rest are the
-    last rows of another: none of them is in the prompt of one before.
+    last rows of another: none of them is in the prompt of one before. `part_of`: the number of the weighted dataset
+    that each row is of, of which some rows stay where others are held out instead.
     """
     num_rows = len(made_of)
     if num_rows < 2:
@@ -85,10 +88,15 @@ def split_validation(made_of: Sequence[str], fraction: float, seed: int) -> tupl
         together.setdefault(source, []).append(row)
     groups = list(together.values())
     held: list[int] = []
+    if part_of is None:
+        part_of = np.zeros(num_rows, np.int64)
+    left = np.bincount(part_of)
     drawn = [groups[i] for i in _permutation(len(groups), [seed, len(groups)])]
     for rows in drawn:
-        if len(held) + len(rows) <= most:
+        part = part_of[rows[0]]
+        if len(held) + len(rows) <= most and left[part] > len(rows):
             held += rows
+            left[part] -= len(rows)
     if 2 * len(held) < most or not held:
         larger = next(rows for rows in drawn if len(rows) > most - len(held))
         held += larger[len(held) - most :]

@@ -36,6 +36,15 @@ def test_total_steps():
     assert total_steps(41, 8, 2, 5) == 5
 
 
+def test_a_split_leaves_rows_of_each_weighted_dataset():
+    parts = np.array([0, 1, 1] + [2] * 20)
+    sources = [f"{part}:{i}" for i, part in enumerate(parts)]
+    for seed in range(40):
+        train, held_out = split_validation(sources, 0.3, seed, parts)
+        assert set(parts[train]) == {0, 1, 2} and len(train) + len(held_out) == len(parts) and len(held_out) == 7
+    assert any(0 not in parts[split_validation(sources, 0.3, seed)[0]] for seed in range(40))  # where none has a weight
+
+
 def test_split_validation_partitions_the_rows():
     for num_rows, fraction, expected in ((100, 0.1, 10), (10, 0.01, 1), (3, 0.99, 2)):
         sources = [f"rows:{row}" for row in range(num_rows)]

@@ -97,6 +97,13 @@ class TokenizedDataset:
         return np.repeat(np.arange(len(self.parts)), [part.num_rows for part in self.parts])
 
     @property
+    def weighted_parts(self) -> np.ndarray | None:
+        """The number of the part that each row belongs to, of parts that are mixed by weight."""
+        if not self.parts or self.parts[0].weight is None:
+            return None
+        return self.part_numbers()
+
+    @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
