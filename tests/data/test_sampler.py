@@ -1,5 +1,6 @@
 """The order of rows over steps and epochs."""
 
+import numpy as np
 import pytest
 
 from finetune.data.sampler import epoch_order, split_validation, step_rows, total_steps
