@@ -35,7 +35,7 @@ from finetune.data.messages import (
 from finetune.errors import PlanError
 
 TAGGED = re.compile(r"\s*<([\w-]+)>.*</\1>\s*", re.S)  # a message that brings the marks around it
-OPENED_THOUGHT = re.compile(r"<think>\s*$")  # at a prompt's end
+THOUGHT_OF_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")  # at its end
 INLINE_THOUGHT = re.compile(r"\s*(?:<think>)?(.*)</think>", re.S)  # at the front of an answer's content
 
 
@@ -219,10 +219,10 @@ class Conversation:
         closed = "".join(tail)
         if closed and closed in after:
             return after.rpartition(closed)[2]
-        opened = OPENED_THOUGHT.search(before)
-        if opened and after.startswith(before[: opened.start()]) and not thought_of(self.messages[i]):
-            self.row.note("an answer without a thought closes the one that its prompt opens")
-            return f"\n</think>\n\n{after[opened.start() :]}"
+        rest = after_thought_of_prompt(before, after)
+        if rest is not None and not thought_of(self.messages[i]):
+            self.row.note("an answer without a thought follows that of its prompt, which is closed")
+            return rest
         raise PlanError(
             f"{self.row.source}: the chat template renders the prompt of messages[{i}] otherwise than the answer to "
             "it. Add --chat_template chatml to train with another template."
@@ -246,6 +246,17 @@ class Conversation:
                 self.row.note(f"a message of {message['role']} is altered or left out by the chat template")
             elif (tag := TAGGED.fullmatch(message["content"])) and _is_in(f"<{tag[1]}>{message['content']}", whole):
                 self.row.note(f"a message of {message['role']} has <{tag[1]}> twice: the chat template writes it too")
+
+
+def after_thought_of_prompt(before: str, after: str) -> str | None:
+    """The text of an answer without a thought after a prompt that ends in one, of a template that writes none in its
+    answers: an opened one is closed at once. None where the two texts differ in more than that.
+    """
+    thought = THOUGHT_OF_PROMPT.search(before)
+    if thought is None or not after.startswith(before[: thought.start()]):
+        return None
+    end = "" if thought[1] else "\n</think>\n\n"
+    return end + after[thought.start() :]
 
 
 def wanted_of(message: dict) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from finetune.data.answer_marks import ASKED, MARK, THOUGHT, answer, chat
 from finetune.data.built_in_templates import BUILT_IN
 from finetune.data.chat_template import TemplateRenderer, ensure_chat_template, named_template
 from finetune.data.columns import OF_TASKS, Row
-from finetune.data.conversation import Conversation, thought_of
+from finetune.data.conversation import Conversation, after_thought_of_prompt, thought_of
 from finetune.data.formats import needs_template, uses_template
 from finetune.data.messages import TemplateWords, template_variables
 from finetune.errors import PlanError
@@ -86,8 +86,8 @@ def fit_template(
 
     All of `rows` are read only for a template whose generation prompt differs from what stands before some answer, or
     if every row sets its switches. `are_learned`: the rows' answers; a run that samples its own is asked as the model
-    was. `are_all`: False of a stream, whose later rows may have thoughts or set switches. Of several
-    templates, that for tools is fitted to the rows with tools, and the default one to the others.
+    was, where rows can be read so. `are_all`: False of a stream, whose later rows may have thoughts or set switches.
+    Of several templates, that for tools is fitted to the rows with tools, and the default one to the others.
     """
     named = tokenizer.chat_template
     if not isinstance(named, dict):
@@ -119,7 +119,7 @@ def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learne
             notices = _with_defaults(tokenizer, said)
         else:
             notices = ["chat template: the first rows set its switches, and the saved one does not: ask with the same"]
-    if are_learned and (fitted := _fitted(tokenizer, rows, are_all)):
+    if fitted := _fitted(tokenizer, rows, are_learned, are_all):
         notices.append(fitted)
     return "; ".join(notices) or None
 
@@ -179,14 +179,16 @@ def _changes_a_chat(tokenizer: Tokenizer, variables: dict) -> bool:
     return False
 
 
-def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_all: bool) -> str | None:
+def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned: bool, are_all: bool) -> str | None:
     """Makes the template ask as answers begin, where a switch does in tokens too. Returns the notice. Of a stream,
     later rows may begin in another way than the first.
     """
     with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
         best: Callable[[list[str] | None], bool] = _fits
-        if are_all:
+        if not are_learned:
+            best = _is_asked
+        elif are_all:
             best = partial(_fits_in_tokens, tokenizer)
         if all(map(best, rendered.values())):
             return None
@@ -195,7 +197,11 @@ def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_all: bo
         wanted = {thinks: both[thinks] for thinks in kinds & both.keys()}
         for fits in (best, _fits):
             if all(fits(rendered[thinks]) for thinks in kinds):
-                return None if are_all else _without_surplus(tokenizer, both, is_fixed, of_whitespace=True)
+                return (
+                    None
+                    if are_all or not are_learned
+                    else _without_surplus(tokenizer, both, is_fixed, of_whitespace=True)
+                )
             if notice := _switched(tokenizer, renderer, fits, wanted=wanted, is_fixed=is_fixed):
                 return notice
         return _without_surplus(tokenizer, wanted, is_fixed)
@@ -293,6 +299,11 @@ def _rendered(renderer: TemplateRenderer, thinks: bool, variables: dict | None =
 def _fits(texts: list[str] | None) -> bool:
     """True if the answer follows the generation prompt, or if the template rejects the chat."""
     return texts is None or (texts[1].startswith(texts[0]) and MARK in texts[1][len(texts[0]) :])
+
+
+def _is_asked(texts: list[str] | None) -> bool:
+    """True if an answer follows the generation prompt, or would but for a thought at the prompt's end."""
+    return texts is None or _fits(texts) or after_thought_of_prompt(*texts) is not None
 
 
 def _fits_in_tokens(tokenizer: Tokenizer, texts: list[str] | None) -> bool:

@@ -357,6 +357,25 @@ def test_a_prompt_is_cut_before_a_mark_and_not_inside(chat_tokenizer, closed):
     assert asked.endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize(
+    ("thought", "expected"),
+    [("<think>\n", "\n</think>\n\nA pear."), ("<think>\n\n</think>\n\n", "A pear."), ("<draft>", "A pear.")],
+)
+def test_a_run_by_rewards_is_asked_as_the_model_was(chat_tokenizer, thought, expected):
+    """Of templates that leave thoughts out of answers. What is no thought is cut, so that rows can be read."""
+    tokenizer = with_template(chat_tokenizer, CHATML.replace("assistant\n{%", "assistant\n" + thought + "{%"))
+    template = tokenizer.chat_template
+    assert thought in template
+    rows = [{"messages": [ASK, PEAR]}]
+    (read,) = [RowReader(RowOptions()).read(row, "a.jsonl:1") for row in rows]
+    notice = fit_template(tokenizer, lambda: [read], are_learned=False)
+    assert (notice is None and tokenizer.chat_template == template) is (thought != "<draft>")
+    raw = RawDataset(rows, ["0"], ("messages",), (), "", "rows", 0)
+    ((prompt, answer, _),) = generation_examples(raw, RowOptions(), tokenizer)
+    assert prompt == tokenizer.apply_chat_template([ASK], add_generation_prompt=True).input_ids
+    assert answer == expected
+
+
 def test_a_stream_is_asked_as_later_rows_with_thoughts_begin_too(chat_tokenizer):
     """Only line breaks are left out for them: a prompt that closes its thought is one of answers without."""
     answer = BEGIN + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}"
