@@ -35,7 +35,7 @@ from finetune.data.reading.mixture import Source, dataset_words, sources_of
 from finetune.data.reading.rows import RawDataset
 from finetune.data.reading.sources import find_files, is_local, read_rows
 from finetune.data.run_data import Data
-from finetune.data.sampler import split_validation, step_rows
+from finetune.data.sampler import step_rows
 from finetune.data.streaming import first_rows, streamed_data
 from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.token_cache import LEAST_BYTES, TokenCache
@@ -331,8 +331,7 @@ def load_data(
         score_rows = None
         scored_sha256 = ""
         if plan.validation_split and "validation" not in raw_datasets:
-            of_split = train.row_sources, plan.validation_split, plan.seed, train.weighted_parts
-            rows, held_out = split_validation(*of_split)
+            rows, held_out = train.split(plan.validation_split, plan.seed)
             names = [part.name for part in train.parts]
             train, validation = train.select(rows), train.select(held_out)
             for name in (name for name in names if name not in {part.name for part in train.parts}):

@@ -24,7 +24,6 @@ from finetune.data.prepare import (
 )
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.sources import is_local
-from finetune.data.sampler import split_validation
 from finetune.data.settled_by_rows import Changes, settled_by_rows, settled_lines
 from finetune.data.tokens.overlong import CUTS
 from finetune.data.tokens.tokenize import LABEL, Limits, TokenizedDataset, joined_datasets, render_row
@@ -118,8 +117,7 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, files: ModelFiles) -> dict:
     train = found["train"][0]
     learned = train
     if plan.validation_split and "validation" not in found and not plan.streaming:
-        of_split = train.row_sources, plan.validation_split, plan.seed, train.weighted_parts
-        learned = train.select(split_validation(*of_split)[0])
+        learned = train.select(train.split(plan.validation_split, plan.seed)[0])
     check_mismatches(plan, learned)
     notices = implementation(plan.source).check_rows(plan, learned, tokenizer, special_ids(tokenizer))
     return {

@@ -70,14 +70,14 @@ def num_held_out(num_rows: int, fraction: float) -> int:
 
 
 def split_validation(
-    made_of: Sequence[str], fraction: float, seed: int, part_of: np.ndarray | None = None
+    made_of: Sequence[str], fraction: float, seed: int, kind_of: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(training rows, validation rows), each in ascending order, with at least one row each.
 
     `made_of`: where each row is from. Those of one conversation, text or pair stay together, as one holds what another
     is asked: as many as fit into the fraction. Where these are less than half of it, as of long texts, the rest are the
-    last rows of another: none of them is in the prompt of one before. `part_of`: the number of the weighted dataset
-    that each row is of, of which some rows stay where others are held out instead.
+    last rows of another: none of them is in the prompt of one before. `kind_of`: a number of each row; some rows of
+    each kind are trained on, where others can be held out instead.
     """
     num_rows = len(made_of)
     if num_rows < 2:
@@ -88,15 +88,20 @@ def split_validation(
         together.setdefault(source, []).append(row)
     groups = list(together.values())
     held: list[int] = []
-    if part_of is None:
-        part_of = np.zeros(num_rows, np.int64)
-    left = np.bincount(part_of)
+    kinds = np.zeros(num_rows, np.int64) if kind_of is None else kind_of
+    left = np.bincount(kinds)
+    waiting = []  # groups that are all of what is left of their kind
     drawn = [groups[i] for i in _permutation(len(groups), [seed, len(groups)])]
     for rows in drawn:
-        part = part_of[rows[0]]
-        if len(held) + len(rows) <= most and left[part] > len(rows):
+        kind = kinds[rows[0]]
+        if left[kind] <= len(rows):
+            waiting.append(rows)
+        elif len(held) + len(rows) <= most:
             held += rows
-            left[part] -= len(rows)
+            left[kind] -= len(rows)
+    for rows in waiting:
+        if 2 * len(held) < most and len(held) + len(rows) <= most:
+            held += rows
     if 2 * len(held) < most or not held:
         larger = next(rows for rows in drawn if len(rows) > most - len(held))
         held += larger[len(held) - most :]

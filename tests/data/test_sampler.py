@@ -37,6 +37,16 @@ def test_total_steps():
     assert total_steps(41, 8, 2, 5) == 5
 
 
+def test_rows_that_are_the_last_of_their_kind_are_held_out_where_there_are_no_others():
+    for number in range(2, 9):
+        for fraction in (0.1, 0.5, 0.9):
+            kinds = np.arange(number) // 2
+            train, held_out = split_validation([str(i) for i in range(number)], fraction, 3, kinds)
+            assert len(train) and len(held_out) and len(train) + len(held_out) == number
+    train, held_out = split_validation(["a"] * 3 + ["b"] * 3, 0.5, 3, np.array([0] * 3 + [1] * 3))
+    assert len(train) == len(held_out) == 3
+
+
 def test_a_split_leaves_rows_of_each_weighted_dataset():
     parts = np.array([0, 1, 1] + [2] * 20)
     sources = [f"{part}:{i}" for i, part in enumerate(parts)]

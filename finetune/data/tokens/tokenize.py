@@ -16,7 +16,7 @@ from finetune.data.formats import describe_format
 from finetune.data.head_rows import last_alone
 from finetune.data.images.inputs import DIGEST, IMAGES, ImageInputs
 from finetune.data.reading.rows import RawDataset
-from finetune.data.sampler import Mix
+from finetune.data.sampler import Mix, split_validation
 from finetune.data.tokens.encode import Encoded, RowEncoder
 from finetune.data.tokens.overlong import CUTS, Cut, cut_for_head, last_answer_start
 from finetune.errors import PlanError
@@ -97,13 +97,6 @@ class TokenizedDataset:
         return np.repeat(np.arange(len(self.parts)), [part.num_rows for part in self.parts])
 
     @property
-    def weighted_parts(self) -> np.ndarray | None:
-        """The number of the part that each row belongs to, of parts that are mixed by weight."""
-        if not self.parts or self.parts[0].weight is None:
-            return None
-        return self.part_numbers()
-
-    @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
@@ -130,6 +123,18 @@ class TokenizedDataset:
         if IMAGES not in self.arrays:
             return NO_IMAGES
         return self.arrays[IMAGES].of_documents([i], self.offsets, self.documents_per_row).values
+
+    def split(self, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """(training rows, validation rows), see split_validation: some rows of each weighted part, and of each label,
+        are trained on.
+        """
+        kinds = np.zeros(self.num_rows, np.int64)
+        if self.parts and self.parts[0].weight is not None:
+            kinds = self.part_numbers()
+        if LABEL in self.arrays:
+            labels = self.arrays[LABEL].values
+            kinds = kinds * (1 + labels.max()) + labels
+        return split_validation(self.row_sources, fraction, seed, kinds)
 
     def answer_start(self, i: int) -> int:
         """The number of tokens of a document before its last answer."""
