@@ -22,6 +22,7 @@ from finetune.data.messages import (
     check_rendered,
     check_tools,
     note_turns,
+    note_unanswered,
     note_unread_fields,
     past_turns,
     system_text,
@@ -372,6 +373,7 @@ def turns_of(row: Row) -> tuple[list[dict], list[bool], int]:
             note_turns(messages, row)
     elif row.format == "prompt_completion":
         messages, learned, asked = _prompted(row)
+        note_unanswered(messages, row)
     else:
         messages = past_turns(row.get("history"), row.columns.get("history", "history"), row.source)
         question, extra, answer = question_and_answer(row)

@@ -149,6 +149,11 @@ def note_turns(messages: list[dict], row: Row) -> None:
     for before, message in itertools.pairwise(messages):
         if before["role"] == message["role"] == "assistant" and not before.get("tool_calls"):
             row.note("two turns of the assistant follow each other")
+    note_unanswered(messages, row)
+
+
+def note_unanswered(messages: list[dict], row: Row) -> None:
+    """Counts a conversation whose last turns are read by nothing."""
     if messages[-1]["role"] != "assistant" and any(message["role"] == "assistant" for message in messages):
         row.note("a conversation ends without an answer to its last turn")
 

@@ -26,7 +26,7 @@ from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.sources import is_local
 from finetune.data.settled_by_rows import Changes, settled_by_rows, settled_lines
 from finetune.data.tokens.overlong import CUTS
-from finetune.data.tokens.tokenize import LABEL, Limits, TokenizedDataset, joined_datasets, render_row
+from finetune.data.tokens.tokenize import DESIRABLE, LABEL, Limits, TokenizedDataset, joined_datasets, render_row
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
@@ -171,10 +171,12 @@ def lint(tokenizer: Tokenizer, datasets: dict[str, TokenizedDataset]) -> list[di
     digests = [row_digest(train, i) for i in range(train.num_rows)]
     seen = set()
     again = []
+    labels = [train.arrays[name].values for name in (LABEL, DESIRABLE) if name in train.arrays]
     for i, digest in enumerate(digests):
-        if digest in seen:
+        row = (digest, *(int(of_rows[i]) for of_rows in labels))
+        if row in seen:
             again.append(i)
-        seen.add(digest)
+        seen.add(row)
     rows_where = {"duplicates": again}
     if train.task == GENERATE:
         rows_where |= {"contradictory": _answered_before(train)}

@@ -97,6 +97,17 @@ def test_a_pair_whose_half_is_empty_or_too_long_is_left_out_whole(layout, tmp_pa
     assert batch.rows == (0, 1)
 
 
+@pytest.mark.parametrize("task", ["generate", "reward_model"])
+def test_a_turn_after_both_answers_of_a_pair_is_a_line(task, tmp_path, chat_tokenizer):
+    ask, answers = {"role": "user", "content": "a fruit?"}, [{"role": "assistant", "content": c} for c in ("yes", "no")]
+    last = {"role": "user", "content": "no, you are wrong"}
+    options = RowOptions(pairs=True, task=task)
+    for rest, is_said in (([], False), ([last], True)):
+        row = dict(zip(("chosen", "rejected"), ([ask, answer, *rest] for answer in answers), strict=True))
+        notices = read(tmp_path, chat_tokenizer, [row], options).notices
+        assert any("a conversation ends without an answer to its last turn" in line for line in notices) is is_said
+
+
 def test_pairs_that_are_alike_within_the_context_are_counted_and_no_run_is_of_them_alone(tmp_path, plain_tokenizer):
     alike = EXPLICIT | {"chosen": "yes " * 90 + "so", "rejected": "yes " * 90 + "no"}
     dataset = read(tmp_path, plain_tokenizer, [EXPLICIT, alike], context_length=40)
