@@ -16,6 +16,7 @@ from finetune.data.images.references import ImageReference
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
+from finetune.system.json_files import json_in_cell
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -196,6 +197,8 @@ def _context(row: Row, name: str) -> str:
 def choices_of(row: Row) -> dict[str, str]:
     """{letter: text} of a row's choices: a list of texts, or ARC's texts with their labels. Raises PlanError."""
     value = row.get("choices")
+    if isinstance(value, str):
+        value = json_in_cell(value, f"{row.source}: field {row.columns['choices']!r}")
     if isinstance(value, dict):
         labelled = value
         row.leave(value, ("text", "label"), f"column {row.columns['choices']!r}", row.source)
@@ -226,17 +229,33 @@ def _letter(row: Row, choices: dict[str, str]) -> str:
                 f"field {column!r} is the number of one choice and the text of another: the number counts", 1, shown
             )
         return list(choices)[value]
-    if isinstance(value, str):
-        text = value.strip()
-        found = [letter for letter, choice in choices.items() if text in (letter, choice)]
-        if len(found) == 1 or not text:
-            if found:
-                return found[0]
+    found = []
+    if isinstance(value, str | bool):
+        text = str(value).strip()
+        if not text:
             return ""
+        same = str.casefold if isinstance(value, bool) else str
+        found = [letter for letter, choice in choices.items() if same(text) in (same(letter), same(choice))]
+        if len(found) == 1:
+            _note_number(row, text, choices)
+            return found[0]
+    several = f"{len(found)} of" if found else "none of"
     raise PlanError(
-        f"{row.source}: field {column!r} is {str(value)[:40]!r}, none of the choices {', '.join(choices)}. Give a "
+        f"{row.source}: field {column!r} is {str(value)[:40]!r}, {several} the choices {', '.join(choices)}. Give a "
         "letter, a choice's text, or its number from 0 on."
     )
+
+
+def _note_number(row: Row, text: str, choices: dict[str, str]) -> None:
+    """Counts an answer that is the text of one choice and the number of another, as a table writes both."""
+    texts = list(choices.values())
+    if text in texts and text.isdecimal() and len(text) < 3 and int(text) < len(texts) and texts[int(text)] != text:
+        shown = f"{text} of {', '.join(texts)}"
+        row.note(
+            f"field {row.columns['answer']!r} is the text of one choice and the number of another: the text counts",
+            1,
+            shown,
+        )
 
 
 def _answer(row: Row, name: str) -> str:

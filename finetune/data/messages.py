@@ -407,8 +407,10 @@ def template_variables(row: Row, template: TemplateWords) -> dict:
 
 def past_turns(value: Any, name: str, source: str) -> list[dict]:
     """Messages of LLaMA-Factory's `history`: pairs of a question and its answer, which is learned too."""
-    if value is None:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return []
+    if isinstance(value, str):
+        value = json_in_cell(value, f"{source}: field {name!r}")
     if not isinstance(value, list) or not all(map(_is_pair, value)):
         raise PlanError(f"{source}: field {name!r} must hold pairs of question and answer, both strings.")
     roles = ("user", "assistant")

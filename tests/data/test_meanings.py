@@ -1,5 +1,6 @@
 """What a column or a field says about its row is used, refused or said, under the names that programs give it."""
 
+import json
 import re
 
 import pytest
@@ -712,6 +713,33 @@ def test_an_answer_that_is_a_choice_s_number_and_another_s_text_is_said(tmp_path
     for answer, choices, letter in ((1, ["0", "1"], "B"), (1, ["a", "b"], "B"), ("2", ["1", "2", "3"], "B")):
         found = read(tmp_path, plain_tokenizer, row | {"choices": choices, "answer": answer})
         assert f"⟦{letter}" in render_row(found, 0, plain_tokenizer, color=False)
+
+
+def test_an_answer_of_a_table_that_is_a_choice_and_another_s_number_is_said(tmp_path, plain_tokenizer):
+    row = {"question": "5 - 2?", "choices": ["4", "2", "3", "1"]}
+    found = read(tmp_path, plain_tokenizer, row | {"answer": "2"})
+    assert "⟦B" in render_row(found, 0, plain_tokenizer, color=False)
+    assert any("is the text of one choice and the number of another" in line for line in found.noted)
+    for choices, answer, letter in (
+        (row["choices"], "4", "A"),
+        (["True", "False"], True, "A"),
+        (["true", "false"], False, "B"),
+        ('["4", "2"]', "2", "B"),
+    ):
+        found = read(tmp_path, plain_tokenizer, row | {"choices": choices, "answer": answer})
+        assert f"⟦{letter}" in render_row(found, 0, plain_tokenizer, color=False) and not found.noted
+    with pytest.raises(PlanError, match=r"field 'answer' is 'x', 2 of the choices A, B, C. Give a letter"):
+        read(tmp_path, plain_tokenizer, row | {"choices": ["x", "x", "y"], "answer": "x"})
+
+
+def test_an_empty_history_is_none(tmp_path, chat_tokenizer):
+    row = {"instruction": "Say", "input": "Hi", "output": "Yo"}
+    without = read(tmp_path, chat_tokenizer, row)
+    for history in ("", " ", "[]", []):
+        assert read(tmp_path, chat_tokenizer, row | {"history": history}).digest() == without.digest()
+    pairs = [["Hello", "Hi."]]
+    as_text = read(tmp_path, chat_tokenizer, row | {"history": json.dumps(pairs)})
+    assert as_text.digest() == read(tmp_path, chat_tokenizer, row | {"history": pairs}).digest() != without.digest()
 
 
 def test_what_a_template_leaves_out_of_a_tool_is_said_or_refused(tmp_path, make_tokenizer):
