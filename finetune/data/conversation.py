@@ -36,6 +36,7 @@ from finetune.data.messages import (
 from finetune.errors import PlanError
 
 TAGGED = re.compile(r"\s*<([\w-]+)>.*</\1>\s*", re.S)  # a message that brings the marks around it
+OF_THOUGHTS = re.compile(r"\s*</?think>")  # a mark that an answer begins with
 THOUGHT_OF_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")  # at its end
 INLINE_THOUGHT = re.compile(r"\s*(?:<think>)?(.*)</think>", re.S)  # at the front of an answer's content
 
@@ -256,8 +257,10 @@ def after_thought_of_prompt(before: str, after: str) -> str | None:
     thought = THOUGHT_OF_PROMPT.search(before)
     if thought is None or not after.startswith(before[: thought.start()]):
         return None
-    end = "" if thought[1] else "\n</think>\n\n"
-    return end + after[thought.start() :]
+    answer = after[thought.start() :]
+    if OF_THOUGHTS.match(answer):
+        return None
+    return answer if thought[1] else f"\n</think>\n\n{answer}"
 
 
 def wanted_of(message: dict) -> Iterator[tuple[str, str]]:

@@ -185,18 +185,19 @@ def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned
     """
     with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
-        best: Callable[[list[str] | None], bool] = _fits
+        in_text: dict[bool, Callable[[list[str] | None], bool]] = {False: _fits, True: _fits}
+        best = in_text
         if not are_learned:
-            best = _is_asked
+            best = {False: _is_asked, True: _fits}
         elif are_all:
-            best = partial(_fits_in_tokens, tokenizer)
-        if all(map(best, rendered.values())):
+            best = dict.fromkeys(CHATS, partial(_fits_in_tokens, tokenizer))
+        if all(best[thinks](texts) for thinks, texts in rendered.items()):
             return None
         kinds, is_fixed = kinds_of_answers(tokenizer, rows())
         both = {thinks: texts for thinks, texts in rendered.items() if texts}
         wanted = {thinks: both[thinks] for thinks in kinds & both.keys()}
-        for fits in (best, _fits):
-            if all(fits(rendered[thinks]) for thinks in kinds):
+        for fits in (best, in_text):
+            if all(fits[thinks](rendered[thinks]) for thinks in kinds):
                 return (
                     None
                     if are_all or not are_learned
@@ -211,19 +212,19 @@ def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned
 def _switched(
     tokenizer: Tokenizer,
     renderer: TemplateRenderer,
-    fits: Callable[[list[str]], bool],
+    fits: dict[bool, Callable[[list[str] | None], bool]],
     wanted: dict[bool, list[str]],
     is_fixed: bool,
 ) -> str | None:
     """Sets the switch that says whether answers begin with a thought, if the template has one and all do or none does.
-    Returns the notice. `fits`: says of a chat whether its answer follows its prompt.
+    Returns the notice. `fits`: {whether an answer thinks: says of a chat whether it follows its prompt}.
     """
     if len(wanted) != 1:
         return None
     (thinks,) = wanted
     for name in _switches(tokenizer.chat_template):
         texts = _rendered(renderer, thinks, {name: thinks})
-        if texts and fits(texts):
+        if texts and fits[thinks](texts):
             tokenizer.chat_template = _with_switch(tokenizer.chat_template, name, thinks, is_fixed)
             word, have = ("true", "thoughts") if thinks else ("false", "no thoughts")
             return f"chat template: {name} is {word}, as the answers have {have}; it is saved with the tokenizer"

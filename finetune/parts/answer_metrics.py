@@ -23,7 +23,8 @@ GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 
 IN_SPACES = re.compile(r"(?<!\d)\d{1,3}(?: \d{3})+\D*$")
 IN_COMMAS = re.compile(r"(?<![\d.,])(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{4,})\D*$")
 WORD = re.compile(r"\w+")
-FENCE = re.compile(r"```(?:json)?\s*(.*?)\n?```(?![^\n])", re.DOTALL | re.IGNORECASE)  # which ends at a line's end
+# To the next end of a fence, and to the last, as a value may have a fence inside.
+FENCES = [re.compile(rf"```(?:json)?\s*({inside})```", re.DOTALL | re.IGNORECASE) for inside in (".*?", ".*")]
 NUMERIC_TOLERANCE = Decimal("1e-6")  # relative: 0.1 + 0.2 is 0.3
 MOST_TOLERATED = Decimal("1e-3")  # of numbers without an exponent: neighbouring whole numbers are two
 NEARLY_ZERO = Decimal("1e-12")
@@ -163,45 +164,57 @@ def _words(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _in_points(text: str, expected: str) -> str:
-    """The text, its numbers as 1000000.5 where the expected one has another notation."""
+def _in_points(text: str, notation: re.Pattern | None = None) -> str:
+    """The text, its numbers as 1000000.5 where they are written in this notation."""
     text = GROUPED.sub("", text.replace(MINUS, "-"))
-    if IN_SPACES.search(expected):
+    if notation is IN_SPACES:
         return re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", text)
-    if IN_COMMAS.search(expected):
+    if notation is IN_COMMAS:
         return re.sub(r"(?<=\d),(?=\d)", ".", re.sub(r"(?<=\d)\.(?=\d{3}(?!\d))", "", text))
     return text
 
 
-def _last_number(text: str) -> str:
-    """The last number; empty without one, and for one too large for a float."""
-    numbers = [match.group() for match in NUMBER.finditer(text) if match["dotted"] is None]
-    if not numbers:
-        return ""
-    last = numbers[-1].replace(",", "")
-    return last if math.isfinite(float(last)) else ""
+def _numbers(text: str) -> list[str]:
+    """The numbers of a text; empty ones in the place of those too large for a float."""
+    found = [match.group().replace(",", "") for match in NUMBER.finditer(text) if match["dotted"] is None]
+    return [number if math.isfinite(float(number)) else "" for number in found]
 
 
 def _same_number(answer: str, expected: str) -> bool:
-    """The last number of both is the same."""
-    written = [_last_number(_in_points(text, expected)) for text in (answer, expected)]
-    if not all(written):
+    """True if the last number of both is the same. What may be one number, or several without a space between, as 3,5,
+    is also found as these.
+    """
+    notations = [(each, found[0]) for each in (IN_SPACES, IN_COMMAS) if (found := each.search(expected))]
+    notation, written = next(iter(notations), (None, ""))
+    one, two = (_numbers(_in_points(text, notation))[-1:] for text in (answer, expected))
+    if _are_same(one, two):
+        return True
+    parts = _numbers(_in_points(written))
+    return _are_same(_numbers(_in_points(answer))[-len(parts) :], parts)
+
+
+def _are_same(ones: list[str], others: list[str]) -> bool:
+    """True if both are the same numbers, and there are some."""
+    return len(ones) == len(others) > 0 and all(map(_is_same, ones, others))
+
+
+def _is_same(one: str, other: str) -> bool:
+    if not (one and other):
         return False
-    one, two = map(Decimal, written)
-    if not (one and two):
-        return abs(one - two) <= NEARLY_ZERO
-    tolerance = NUMERIC_TOLERANCE * max(abs(one), abs(two))
-    if "e" not in "".join(written).lower():
+    first, second = Decimal(one), Decimal(other)
+    if not (first and second):
+        return abs(first - second) <= NEARLY_ZERO
+    tolerance = NUMERIC_TOLERANCE * max(abs(first), abs(second))
+    if "e" not in (one + other).lower():
         tolerance = min(tolerance, MOST_TOLERATED)
-    return abs(one - two) <= tolerance
+    return abs(first - second) <= tolerance
 
 
 def _same_json(answer: str, expected: str) -> bool:
     """True if both are JSON of the same value; an answer may be in a code fence. 1 equals 1.0, not true."""
     wanted = _canonical_text(expected)
-    fenced = FENCE.search(answer)
-    said = [answer, fenced[1]] if fenced else [answer]
-    return wanted is not None and any(_canonical_text(text) == wanted for text in said)
+    fenced = [match[1] for fence in FENCES if (match := fence.search(answer))]
+    return wanted is not None and any(_canonical_text(text) == wanted for text in (answer, *fenced))
 
 
 def _canonical_text(text: str) -> str | None:

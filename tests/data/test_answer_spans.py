@@ -2,6 +2,7 @@
 
 import codecs
 import copy
+import itertools
 import json
 
 import pytest
@@ -374,6 +375,35 @@ def test_a_run_by_rewards_is_asked_as_the_model_was(chat_tokenizer, thought, exp
     ((prompt, answer, _),) = generation_examples(raw, RowOptions(), tokenizer)
     assert prompt == tokenizer.apply_chat_template([ASK], add_generation_prompt=True).input_ids
     assert answer == expected
+
+
+R1 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+CLOSED = (
+    BEGIN + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+)
+CLOSED += "{% endif %}{{ m.content }}<|im_end|>\n" + END + "<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+OWN = CLOSED.replace("<think>\n{{ m.reasoning_content }}\n</think>\n\n", "<think></think>")
+OWN = OWN.replace("<think>\n\n</think>\n\n{% endif %}", "<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "thoughts"), [*itertools.product((R1, CLOSED), ((False,), (True,), (False, True))), (OWN, (False,))]
+)
+def test_rows_by_rewards_are_read_whether_they_have_thoughts_or_not(chat_tokenizer, template, thoughts):
+    tokenizer = with_template(chat_tokenizer, template)
+    thought = THOUGHT
+    if "reasoning_content" not in template:
+        thought = PEAR | {"content": "<think>Pears are fruit.</think>A pear."}
+    rows = [{"messages": [ASK, thought if thinks else PEAR]} for thinks in thoughts]
+    read = [RowReader(RowOptions()).read(row, "a.jsonl:1") for row in rows]
+    fit_template(tokenizer, lambda: read, are_learned=False)
+    raw = RawDataset(rows, [str(i) for i in range(len(rows))], ("messages",), (), "", "rows", 0)
+    for prompt, answer, _ in generation_examples(raw, RowOptions(), tokenizer):
+        assert prompt == tokenizer.apply_chat_template([ASK], add_generation_prompt=True).input_ids
+        assert answer.count("</think>") <= 1 and answer.endswith("A pear.")
 
 
 def test_a_stream_is_asked_as_later_rows_with_thoughts_begin_too(chat_tokenizer):
