@@ -170,24 +170,25 @@ def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> Non
 
 
 class Targets:
-    """The modules that a config of PEFT's names for adapters; of experts' parameters it names only these. Raises
-    PlanError.
-    """
+    """The modules named by a config of PEFT's for adapters, and those of its parameters. Raises PlanError."""
 
     def __init__(self, config: dict):
         named = config.get("target_modules")
         self.names_all = named in (None, "all-linear")
-        self.has_parameters = bool(config.get("target_parameters"))
+        parameters = config.get("target_parameters") or []
+        self.of_parameters = _Names([str(name).rpartition(".")[0] for name in parameters])
         self.named = _Names(named)
         self.excluded = _Names(config.get("exclude_modules"))
         layers = config.get("layers_to_transform")
         self.layers = layers if isinstance(layers, list | None) else [layers]
+        if not self.layers:
+            self.layers = None
         blocks = config.get("layers_pattern") or r"[^.]*"
         names = blocks if isinstance(blocks, list) else [blocks]
         self.blocks = [_pattern(rf".*\.{name}\.(\d+)\..*") for name in names]
 
     def __contains__(self, module: str) -> bool:
-        if self.names_all or (self.has_parameters and "experts" in module):
+        if self.names_all or module in self.of_parameters:
             return True
         if self.layers is not None and module not in self.named.names:  # whole names are of any layer
             found = next((at for block in self.blocks if (at := _fullmatch(block, module))), None)

@@ -207,6 +207,8 @@ class Conversation:
         unlearned = 0
         if self.row.options.mask_reasoning:
             unlearned = _thought_end(message, answer)
+        if is_target and unlearned and not answer[unlearned:].lstrip().startswith("</think>"):
+            self.row.note("what scores and samples ask has the row's thought, whose marks are not <think> and </think>")
         return Turn(before, answer, end, ends_in_text, is_target, begun, unlearned)
 
     def _after_prompt(self, i: int, before: str, after: str) -> str:

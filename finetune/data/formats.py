@@ -222,6 +222,8 @@ def _letter(row: Row, choices: dict[str, str]) -> str:
     """The letter of the right choice, which the row names by its letter, by its text or by its number from 0 on."""
     value = row.get("answer")
     column = row.columns["answer"]
+    if isinstance(value, float) and value.is_integer():  # of a table that lacks some
+        value = int(value)
     if type(value) is int and 0 <= value < len(choices):
         if str(value) in choices.values() and list(choices.values())[value] != str(value):
             shown = f"{value} of {', '.join(choices.values())}"

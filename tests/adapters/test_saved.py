@@ -21,7 +21,7 @@ TARGETS = [
     r".*q_proj", r"q_proj", r"model\.layers\.(0|11)\..*", "lm_head",
 ]  # fmt: skip
 EXCLUDED = [None, ["q_proj"], ["model.layers.0.mlp.gate"], r".*\.11\..*"]
-LAYERS = [(None, None), (0, None), ([0, 11], None), ([1], "layers"), ([1], ["h", "layers"]), ([1], "h")]
+LAYERS = [(None, None), ([], None), (0, None), ([0, 11], None), ([1], "layers"), ([1], ["h", "layers"]), ([1], "h")]
 
 
 def test_the_modules_that_a_config_names_are_those_that_peft_adapts():
@@ -65,8 +65,15 @@ def test_a_pair_that_the_config_leaves_out_is_refused(config, tmp_path):
     for read in (open_adapter, read_adapter):
         with pytest.raises(PlanError, match=r"has a pair of model.layers.*, which adapter_config.json leaves out"):
             read(folder)
-    whole = an_adapter(tmp_path / "b", modules, target_modules=["q_proj", "v_proj"])
-    assert len(read_adapter(whole)[1]) == 4
+    named = dict(target_modules=["q_proj"], target_parameters=["self_attn.v_proj.weight"])
+    for i, others in enumerate(
+        (
+            dict(target_modules=["q_proj", "v_proj"]),
+            dict(target_modules=["q_proj", "v_proj"], layers_to_transform=[]),
+            named,
+        )
+    ):
+        assert len(read_adapter(an_adapter(tmp_path / f"b{i}", modules, **others))[1]) == 4
 
 
 def test_a_regex_that_is_none_is_a_line(tmp_path):

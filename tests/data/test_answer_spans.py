@@ -568,6 +568,18 @@ def test_what_is_asked_has_no_thought_of_the_row(chat_tokenizer):
             assert prompt[-len(asked) :] == asked[-len(prompt) :] and expected.removesuffix("<|im_end|>") == right
 
 
+def test_a_thought_with_other_marks_stays_in_what_is_asked_and_is_said(chat_tokenizer):
+    """What a model says after its own thought is known of <think> alone: else no answer would be right."""
+    thinks = THINKS.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    tokenizer = with_template(chat_tokenizer, CHATML.replace("{{ m.content }}", thinks + "{{ m.content }}"))
+    rows = [{"messages": [ASK, THOUGHT]}]
+    raw = RawDataset(rows, ["0"], ("messages",), (), "", "rows", 0)
+    options = RowOptions(mask_reasoning=True)
+    ((prompt, expected, _),) = generation_examples(raw, options, tokenizer)
+    assert tokenizer.decode(prompt).endswith("[THINK]Pears are fruit.") and expected == "[/THINK]A pear."
+    assert any("whose marks are not <think>" in line for line in tokenize(raw, options, tokenizer, 512).notices)
+
+
 @pytest.mark.parametrize(
     ("content", "argument"), [("", "a pear"), ("a pear", "a pear"), ("", "a pear fruit"), ("", "x")]
 )

@@ -723,6 +723,7 @@ def test_an_answer_of_a_table_that_is_a_choice_and_another_s_number_is_said(tmp_
     for choices, answer, letter in (
         (row["choices"], "4", "A"),
         (["True", "False"], True, "A"),
+        (["a", "b"], 1.0, "B"),
         (["true", "false"], False, "B"),
         ('["4", "2"]', "2", "B"),
     ):

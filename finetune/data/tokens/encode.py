@@ -23,6 +23,7 @@ from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer, continued, own_length
+from finetune.parts.answer_metrics import CLOSES
 from finetune.parts.objectives import EMBED
 from finetune.system.untrusted import untrusted
 
@@ -353,8 +354,8 @@ class RowEncoder:
                 is_image = np.zeros(len(of_document[0]), bool)
                 is_image[: len(encoding.ids)] = _of_images(item.document, encoding)
             asked = None
-            if from_template and (ends := _prompt_ends(item.document, from_template)):
-                asked = int((places[0] < ends[-1]).sum())
+            if from_template and (end := _asked_end(item.document)):
+                asked = int((places[0] < end).sum())
             found.append(Encoded(*of_document, item.conversation, images=images, is_image=is_image, asked=asked))
         return found
 
@@ -414,6 +415,23 @@ def _prompt_ends(document: Document, from_template: bool) -> list[int]:
     places = list(_placed(document))
     pairs = itertools.pairwise(places)
     return [end for (span, _, end), (after, _, _) in pairs if end and not span.is_target and after.is_target]
+
+
+def _asked_end(document: Document) -> int | None:
+    """The character at which the last answer begins; None of one whose thought is not learned and has other marks than
+    <think>: what is said after such a thought is not known.
+    """
+    end = None
+    is_thought = False
+    for span, _, after in _placed(document):
+        if span.ends_prompt:
+            end = after
+            is_thought = False
+        elif span.is_target and is_thought and not span.is_end and not span.text.lstrip().startswith(CLOSES):
+            return None
+        else:
+            is_thought = not span.is_target and bool(span.text)
+    return end
 
 
 def _last_of_each(answers: list[tuple]) -> list[Encoded] | PlanError:
