@@ -198,11 +198,9 @@ def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned
         wanted = {thinks: both[thinks] for thinks in kinds & both.keys()}
         for fits in (best, in_text):
             if all(fits[thinks](rendered[thinks]) for thinks in kinds):
-                return (
-                    None
-                    if are_all or not are_learned
-                    else _without_surplus(tokenizer, both, is_fixed, of_whitespace=True)
-                )
+                if are_all or not (are_learned and kinds):
+                    return None
+                return _without_surplus(tokenizer, both, is_fixed, of_whitespace=True)
             if notice := _switched(tokenizer, renderer, fits, wanted=wanted, is_fixed=is_fixed):
                 return notice
         return _without_surplus(tokenizer, wanted, is_fixed)

@@ -224,6 +224,8 @@ def _letter(row: Row, choices: dict[str, str]) -> str:
     column = row.columns["answer"]
     if isinstance(value, float) and value.is_integer():  # of a table that lacks some
         value = int(value)
+    if type(value) is int and str(value) in choices:  # which has numbers instead of letters
+        return str(value)
     if type(value) is int and 0 <= value < len(choices):
         if str(value) in choices.values() and list(choices.values())[value] != str(value):
             shown = f"{value} of {', '.join(choices.values())}"

@@ -271,9 +271,12 @@ def _is_learned(message: dict, where: str, role: str, row: Row) -> bool:
 
 def _content(content: Any, where: str, row: Row) -> str:
     if isinstance(content, list):
+        texts = [_part(part, f"{where[:-1]}[{k}]'", row) for k, part in enumerate(content)]
         if len(content) > 1 and all(isinstance(part, str) for part in content):
             row.note("the texts of a list are joined as they are, without a space")
-        return "".join(_part(part, f"{where[:-1]}[{k}]'", row) for k, part in enumerate(content))
+        elif any(map(_meet, content, content[1:])):
+            row.note("the texts of a message's parts are joined as they are, without a space")
+        return "".join(texts)
     if not isinstance(content, str):
         if content is None:
             fact = "missing"
@@ -281,6 +284,13 @@ def _content(content: Any, where: str, row: Row) -> str:
             fact = json_kind(content)
         raise PlanError(f"{where} is {fact}, must be a string.")
     return content
+
+
+def _meet(part: Any, following: Any) -> bool:
+    """True if the texts of two parts have no space between them."""
+    texts = [each.get("text") if isinstance(each, dict) else each for each in (part, following)]
+    before, after = (text if isinstance(text, str) else "" for text in texts)
+    return bool(before and after) and not (before[-1].isspace() or after[0].isspace())
 
 
 def _part(part: Any, where: str, row: Row) -> str:

@@ -201,7 +201,7 @@ def _are_same(ones: list[str], others: list[str]) -> bool:
 def _is_same(one: str, other: str) -> bool:
     if not (one and other):
         return False
-    first, second = Decimal(one), Decimal(other)
+    first, second = (Decimal(number) if float(number) else Decimal(0) for number in (one, other))
     if not (first and second):
         return abs(first - second) <= NEARLY_ZERO
     tolerance = NUMERIC_TOLERANCE * max(abs(first), abs(second))

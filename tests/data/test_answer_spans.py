@@ -17,6 +17,7 @@ from finetune.data.columns import RowOptions, RowReader
 from finetune.data.fit_template import fit_template, prepare_template
 from finetune.data.held_out import split_document
 from finetune.data.reading.rows import RawDataset
+from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.tokenize import generation_examples, joined_datasets, render_sample, tokenize
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import load_tokenizer, opened_ids
@@ -417,6 +418,9 @@ def test_a_stream_is_asked_as_later_rows_with_thoughts_begin_too(chat_tokenizer)
         assert (notice is None) is bool(ending)
         asked = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
         assert asked.endswith("<think>\n\n" + ending if ending else "assistant\n<think>\n")
+    text = RowReader(RowOptions()).read({"text": "of no answer"}, "a.jsonl:1")
+    tokenizer = with_template(chat_tokenizer, answer + "{% endif %}")
+    assert fit_template(tokenizer, lambda: [text], are_all=False) is None
 
 
 def test_what_a_template_leaves_out_of_an_answer_is_said(chat_tokenizer):
@@ -562,6 +566,8 @@ def test_what_is_asked_has_no_thought_of_the_row(chat_tokenizer):
         assert prompt[-len(asked) :] == asked and expected == right
     whole = tokenize(raw, options, tokenizer, 512)
     cut = tokenize(raw, options, tokenizer, len(asked) + 40)
+    split = tokenize(raw, options, tokenizer, Cut(len(whole.document(0)[0]) - 2, "split"))
+    assert split_document(split, 0, tokenizer, {tokenizer.eos_token_id})[0][-len(asked) :] == asked
     for rows in (whole, whole.select([1, 0]), joined_datasets([whole, whole], [("a", None), ("b", None)]), cut):
         for document in range(len(rows)):
             prompt, expected = split_document(rows, document, tokenizer, {tokenizer.eos_token_id})

@@ -724,6 +724,7 @@ def test_an_answer_of_a_table_that_is_a_choice_and_another_s_number_is_said(tmp_
         (row["choices"], "4", "A"),
         (["True", "False"], True, "A"),
         (["a", "b"], 1.0, "B"),
+        ({"text": ["Rome", "Paris", "Oslo"], "label": ["1", "2", "3"]}, 2, "2"),
         (["true", "false"], False, "B"),
         ('["4", "2"]', "2", "B"),
     ):
@@ -741,6 +742,15 @@ def test_an_empty_history_is_none(tmp_path, chat_tokenizer):
     pairs = [["Hello", "Hi."]]
     as_text = read(tmp_path, chat_tokenizer, row | {"history": json.dumps(pairs)})
     assert as_text.digest() == read(tmp_path, chat_tokenizer, row | {"history": pairs}).digest() != without.digest()
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_said"), [(("Line one.", "Line two."), True), (("3 ", "4"), False), (("3",), False)]
+)
+def test_parts_of_a_message_that_meet_are_a_line(parts, is_said, tmp_path, chat_tokenizer):
+    answer = {"role": "assistant", "content": [{"type": "text", "text": text} for text in parts]}
+    noted = read(tmp_path, chat_tokenizer, {"messages": [{"role": "user", "content": "q"}, answer]}).noted
+    assert ("the texts of a message's parts are joined as they are, without a space" in noted) is is_said
 
 
 def test_what_a_template_leaves_out_of_a_tool_is_said_or_refused(tmp_path, make_tokenizer):

@@ -359,7 +359,7 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
             found.parts.append((ids, is_target))
             found.labels.append(document.label)
             found.images.append(document.images)
-            found.asked.append(asked_tokens(document, len(ids), how))
+            found.asked.append(asked_tokens(document, ids, how))
     if options.documents > 1 and len(found.parts) != options.documents:  # one part alone says nothing
         is_cut = "dropped_long" in found.cuts
         return replace(found, parts=[], labels=[], images=[], asked=[], empty=0 if is_cut else 1)
@@ -368,15 +368,16 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
     return found
 
 
-def asked_tokens(document: Encoded, size: int, how: str | None) -> int:
-    """Tokens before the last answer of a document of `size` tokens; 0 where its targets say so. `how`: see
-    overlong.cut_document.
+def asked_tokens(document: Encoded, ids: np.ndarray, how: str | None) -> int:
+    """Tokens before the last answer of a document, of which `ids` are left; 0 where its targets say so, and of a part
+    that does not begin with all of them. `how`: see overlong.cut_document.
     """
-    if document.asked is None or how in ("split", "answer_truncated"):
+    if document.asked is None:
         return 0
     if how == "prompt_truncated":
-        return max(0, size - int(np.flatnonzero(document.is_target)[-1]) - 1 + document.asked)
-    return document.asked
+        return max(0, len(ids) - int(np.flatnonzero(document.is_target)[-1]) - 1 + document.asked)
+    asked = document.asked
+    return asked if len(ids) > asked and np.array_equal(ids[:asked], document.ids[:asked]) else 0
 
 
 class Builder:
