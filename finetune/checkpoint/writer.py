@@ -437,12 +437,14 @@ class CheckpointWriter:
                 if flag:
                     name = f" {getattr(self.plan.settings, flag, '')}".rstrip()
                 split = getattr(self.plan.settings, "validation_split", None)
-                held_out = ""
+                otherwise = ""
+                if what == "dataset":
+                    otherwise = ", or an earlier version read its rows otherwise (CHANGELOG.md)"
                 if split and what == "dataset":
-                    held_out = f", or an earlier version held out other rows of it by --validation_split {split}"
+                    otherwise += f", or held out other rows of it by --validation_split {split}"
                 raise PlanError(
                     f"--resume: the {what}{name} differs from the one that checkpoint {saved.folder} was made with"
-                    f"{held_out}. Give the {what} of that run, or a new --output_dir."
+                    f"{otherwise}. Give the {what} of that run, or a new --output_dir."
                 )
         read = saved.tensors if self.plan.has_adapter else saved.slices
         engine.load_state(read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors(RNG))
