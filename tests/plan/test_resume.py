@@ -45,7 +45,7 @@ def test_a_changed_dataset_or_flag_is_refused_on_resume(uninterrupted, tmp_path,
             plan[part] |= {"dataset": str(rows_file), "validation_split": 0.25}
 
     rewrite_json(folder / "checkpoints" / "step-5", "run_plan.json", held_out_otherwise)
-    with pytest.raises(PlanError, match=r"or an earlier version held out other rows of it by --validation_split 0.25"):
+    with pytest.raises(PlanError, match=r"or held out other rows of it by --validation_split 0.25"):
         fine_tune(resume=str(folder))
 
 
