@@ -224,9 +224,12 @@ def _letter(row: Row, choices: dict[str, str]) -> str:
     column = row.columns["answer"]
     if isinstance(value, float) and value.is_integer():  # of a table that lacks some
         value = int(value)
-    if type(value) is int and str(value) in choices:  # which has numbers instead of letters
+    has_numbers = any(letter.isdecimal() for letter in choices)  # instead of letters: an integer is one of these
+    if type(value) is int and str(value) in choices:
+        if 0 <= value < len(choices) and list(choices)[value] != str(value):
+            row.note(f"field {column!r} is the label of one choice and the number of another: the label counts")
         return str(value)
-    if type(value) is int and 0 <= value < len(choices):
+    if type(value) is int and 0 <= value < len(choices) and not has_numbers:
         if str(value) in choices.values() and list(choices.values())[value] != str(value):
             shown = f"{value} of {', '.join(choices.values())}"
             row.note(

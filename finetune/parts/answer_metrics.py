@@ -20,8 +20,9 @@ NUMBER = re.compile(
 MINUS = "\u2212"  # as typeset text has it
 GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 1'000: between the groups of a number
 # The last number of an expected text that is written as no other notation has it: 1 000 000, and 3,5 or 1.234,50.
-IN_SPACES = re.compile(r"(?<!\d)\d{1,3}(?: \d{3})+\D*$")
-IN_COMMAS = re.compile(r"(?<![\d.,])(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{4,})\D*$")
+SIGN = r"(?:(?<![\w.)])[-+\u2212])?"
+IN_SPACES = re.compile(SIGN + r"(?<!\d)\d{1,3}(?: \d{3})+\D*$")
+IN_COMMAS = re.compile(SIGN + r"(?<![\d.,])(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{4,})\D*$")
 WORD = re.compile(r"\w+")
 # To the next end of a fence, and to the last, as a value may have a fence inside.
 FENCES = [re.compile(rf"```(?:json)?\s*({inside})```", re.DOTALL | re.IGNORECASE) for inside in (".*?", ".*")]

@@ -724,12 +724,18 @@ def test_an_answer_of_a_table_that_is_a_choice_and_another_s_number_is_said(tmp_
         (row["choices"], "4", "A"),
         (["True", "False"], True, "A"),
         (["a", "b"], 1.0, "B"),
-        ({"text": ["Rome", "Paris", "Oslo"], "label": ["1", "2", "3"]}, 2, "2"),
+        ({"text": ["Rome", "Paris", "Oslo"], "label": ["1", "2", "3"]}, 3, "3"),
         (["true", "false"], False, "B"),
         ('["4", "2"]', "2", "B"),
     ):
         found = read(tmp_path, plain_tokenizer, row | {"choices": choices, "answer": answer})
         assert f"⟦{letter}" in render_row(found, 0, plain_tokenizer, color=False) and not found.noted
+    numbered = row | {"choices": {"text": ["Rome", "Paris", "Oslo"], "label": ["1", "2", "3"]}}
+    found = read(tmp_path, plain_tokenizer, numbered | {"answer": 2})
+    assert "⟦2" in render_row(found, 0, plain_tokenizer, color=False)
+    assert any("is the label of one choice and the number of another" in line for line in found.noted)
+    with pytest.raises(PlanError, match=r"field 'answer' is '0', none of the choices 1, 2, 3"):
+        read(tmp_path, plain_tokenizer, numbered | {"answer": 0})
     with pytest.raises(PlanError, match=r"field 'answer' is 'x', 2 of the choices A, B, C. Give a letter"):
         read(tmp_path, plain_tokenizer, row | {"choices": ["x", "x", "y"], "answer": "x"})
 
