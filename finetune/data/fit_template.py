@@ -187,13 +187,13 @@ def _fitted(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]], are_learned
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
         in_text: dict[bool, Callable[[list[str] | None], bool]] = {False: _fits, True: _fits}
         best = in_text
-        if not are_learned:
-            best = {False: _is_asked, True: _fits}
-        elif are_all:
+        if are_learned and are_all:
             best = dict.fromkeys(CHATS, partial(_fits_in_tokens, tokenizer))
         if all(best[thinks](texts) for thinks, texts in rendered.items()):
             return None
         kinds, is_fixed = kinds_of_answers(tokenizer, rows())
+        if not are_learned and kinds == {False}:
+            best = {False: _is_asked}
         both = {thinks: texts for thinks, texts in rendered.items() if texts}
         wanted = {thinks: both[thinks] for thinks in kinds & both.keys()}
         for fits in (best, in_text):
