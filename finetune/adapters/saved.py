@@ -188,7 +188,7 @@ class Targets:
         self.blocks = [_pattern(rf".*\.{name}\.(\d+)\..*") for name in names]
 
     def __contains__(self, module: str) -> bool:
-        if self.names_all or module in self.of_parameters:
+        if self.names_all or "" in self.of_parameters.names or module in self.of_parameters:
             return True
         if self.layers is not None and module not in self.named.names:  # whole names are of any layer
             found = next((at for block in self.blocks if (at := _fullmatch(block, module))), None)

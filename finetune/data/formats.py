@@ -224,7 +224,7 @@ def _letter(row: Row, choices: dict[str, str]) -> str:
     column = row.columns["answer"]
     if isinstance(value, float) and value.is_integer():  # of a table that lacks some
         value = int(value)
-    has_numbers = any(letter.isdecimal() for letter in choices)  # instead of letters: an integer is one of these
+    has_numbers = all(letter.isdecimal() for letter in choices)  # instead of letters: an integer is one of these
     if type(value) is int and str(value) in choices:
         if 0 <= value < len(choices) and list(choices)[value] != str(value):
             row.note(f"field {column!r} is the label of one choice and the number of another: the label counts")
@@ -247,9 +247,11 @@ def _letter(row: Row, choices: dict[str, str]) -> str:
             _note_number(row, text, choices)
             return found[0]
     several = f"{len(found)} of" if found else "none of"
+    remedy = "Give a letter, a choice's text, or its number from 0 on."
+    if has_numbers:
+        remedy = "Give one of these, or a choice's text."
     raise PlanError(
-        f"{row.source}: field {column!r} is {str(value)[:40]!r}, {several} the choices {', '.join(choices)}. Give a "
-        "letter, a choice's text, or its number from 0 on."
+        f"{row.source}: field {column!r} is {str(value)[:40]!r}, {several} the choices {', '.join(choices)}. {remedy}"
     )
 
 

@@ -29,7 +29,7 @@ from quantization_wrapper import FIRST_METHOD, METHODS, settings_of
 
 MOST_RANKS = 1024
 MOST_CHANGES = 16
-PLAIN_OPTIMIZER = "adamw"  # which every run has
+PLAIN_OPTIMIZER = next(iter(OPTIMIZERS))  # which every run has
 MLX = "mlx"  # whose ranks are replicas, with the base in memory
 TWO_MOMENTS = 8  # bytes per weight, in fp32
 

@@ -19,13 +19,16 @@ NUMBER = re.compile(
 )
 MINUS = "\u2212"  # as typeset text has it
 GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 1'000: between the groups of a number
-# The last number of an expected text that is written as no other notation has it: 1 000 000, and 3,5 or 1.234,50.
-SIGN = r"(?:(?<![\w.)])[-+\u2212])?"
-IN_SPACES = re.compile(SIGN + r"(?<!\d)\d{1,3}(?: \d{3})+\D*$")
-IN_COMMAS = re.compile(SIGN + r"(?<![\d.,])(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{4,})\D*$")
+# An expected number that is written as no other notation has it: 1 000 000, 3,5, 1.234,50 or 1 234,5; no pair in
+# brackets, no day before its year, which are two.
+LOCAL = re.compile(
+    r"[^\d()\[\]]*?(?P<number>(?:(?<![\w.)])[-+\u2212])?"
+    r"(?:\d{1,3}(?P<spaces>(?: \d{3})+)(?:,\d+)?|(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{5,})))[^\d()\[\]]*"
+)
+LONGEST_LOCAL = 80  # letters of such a text
 WORD = re.compile(r"\w+")
 # To the next end of a fence, and to the last, as a value may have a fence inside.
-FENCES = [re.compile(rf"```(?:json)?\s*({inside})```", re.DOTALL | re.IGNORECASE) for inside in (".*?", ".*")]
+FENCES = [re.compile(rf"```(?:json)?({inside})```", re.DOTALL | re.IGNORECASE) for inside in (".*?", ".*")]
 NUMERIC_TOLERANCE = Decimal("1e-6")  # relative: 0.1 + 0.2 is 0.3
 MOST_TOLERATED = Decimal("1e-3")  # of numbers without an exponent: neighbouring whole numbers are two
 NEARLY_ZERO = Decimal("1e-12")
@@ -165,13 +168,15 @@ def _words(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _in_points(text: str, notation: re.Pattern | None = None) -> str:
-    """The text, its numbers as 1000000.5 where they are written in this notation."""
+def _in_points(text: str, local: re.Match | None = None) -> str:
+    """The text, its numbers as 1000000.5 where they are written as the local one is."""
     text = GROUPED.sub("", text.replace(MINUS, "-"))
-    if notation is IN_SPACES:
-        return re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", text)
-    if notation is IN_COMMAS:
-        return re.sub(r"(?<=\d),(?=\d)", ".", re.sub(r"(?<=\d)\.(?=\d{3}(?!\d))", "", text))
+    if local is None:
+        return text
+    if local["spaces"]:
+        text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", text)
+    if "," in local["number"]:
+        text = re.sub(r"(?<=\d),(?=\d)", ".", re.sub(r"(?<=\d)\.(?=\d{3}(?!\d))", "", text))
     return text
 
 
@@ -185,12 +190,11 @@ def _same_number(answer: str, expected: str) -> bool:
     """True if the last number of both is the same. What may be one number, or several without a space between, as 3,5,
     is also found as these.
     """
-    notations = [(each, found[0]) for each in (IN_SPACES, IN_COMMAS) if (found := each.search(expected))]
-    notation, written = next(iter(notations), (None, ""))
-    one, two = (_numbers(_in_points(text, notation))[-1:] for text in (answer, expected))
+    local = LOCAL.fullmatch(expected.strip()) if len(expected) <= LONGEST_LOCAL else None
+    one, two = (_numbers(_in_points(text, local))[-1:] for text in (answer, expected))
     if _are_same(one, two):
         return True
-    parts = _numbers(_in_points(written))
+    parts = _numbers(_in_points(local["number"] if local else ""))
     return _are_same(_numbers(_in_points(answer))[-len(parts) :], parts)
 
 

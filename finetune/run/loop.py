@@ -295,17 +295,14 @@ def evaluate(
             log.say(line)
         log.evaluation(found.values, found.right, num_scored=found.num_scored, of_step=of_step)
         if answers:
-            most = output.score_max_new_tokens
-            lines = samples.lines_of(
-                data, asked, answers, state.step, num_drawn=len(prompts), most_tokens=most, of_step=of_step
-            )
+            lines = samples.lines_of(data, asked, answers, state.step, num_drawn=len(prompts), of_step=of_step)
             log.sampled(lines)
         if found.answers:
             summary.scored_answer = found.answers[0]
         else:
             summary.scored_answer = None
         if answers and are_scored and output.score_max_new_tokens <= samples.MOST_TOKENS:  # else a sample may be cut
-            summary.scored_answer = answers[0]
+            summary.scored_answer = answers[0].text
         if not state.step or data.validation is None or of_step is not None:
             pass
         elif state.best_loss is not None and not found.loss < state.best_loss:

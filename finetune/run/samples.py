@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.engine import Engine
 from finetune.generation import Prompt, legible
-from finetune.model_files.tokenizer import continued_ids
 from finetune.parts.answer_metrics import judges, may_become
 from finetune.parts.run_data import RunData
 from finetune.run.evaluation import shared
@@ -19,6 +19,13 @@ MOST_TOKENS = 64  # of an answer
 MOST_LETTERS = 4000  # of a prompt in the file, from its end
 
 
+class SampledAnswer(NamedTuple):
+    """An answer's text. `is_cut`: it was sampled to the most tokens, without an end."""
+
+    text: str
+    is_cut: bool = False
+
+
 def answers_to(
     engine: Engine,
     data: RunData,
@@ -26,19 +33,27 @@ def answers_to(
     known: list[str | None],
     most_tokens: int,
     stopping: Callable[[], bool],
-) -> list[str]:
+) -> list[SampledAnswer]:
     """Each prompt's answer: that in `known`, or one generated where it has None. [] if `stopping()` became true.
     Collective.
     """
 
+    most = min(MOST_TOKENS, most_tokens)
+
     def work(batch: list) -> list[list[int]]:
         ids = [prompt for prompt, _, _ in batch]
-        return engine.generate(ids, min(MOST_TOKENS, most_tokens), data.stop_ids, lambda row, new: stopping())
+        return engine.generate(ids, most, data.stop_ids, lambda row, new: stopping())
 
     asked = [prompt for prompt, answer in zip(prompts, known, strict=True) if answer is None]
     with Progress("answering samples"):
         generated = iter(shared(engine, asked, len(asked), work) if asked else [])
-    answers = [data.tokenizer.decode(next(generated)) if answer is None else answer for answer in known]
+    answers = []
+    for answer in known:
+        if answer is None:
+            ids = next(generated)
+            answers.append(SampledAnswer(data.tokenizer.decode(ids), is_cut=len(ids) >= most))
+        else:
+            answers.append(SampledAnswer(answer))
     if stopping():
         return []
     return answers
@@ -51,18 +66,11 @@ def more_wrong(wrong: list[int], examples: list, prompts: list, *, most: int) ->
 
 
 def lines_of(
-    data: RunData,
-    prompts: list,
-    answers: list[str],
-    step: int,
-    *,
-    num_drawn: int,
-    most_tokens: int,
-    of_step: int | None = None,
+    data: RunData, prompts: list, answers: list[SampledAnswer], step: int, *, num_drawn: int, of_step: int | None = None
 ) -> list[dict]:
     """The lines of samples.jsonl for this step. Prompts from `num_drawn` on were picked because a score found them
     wrong; their lines say so. `of_step`: the step of the weights, if it is another. Of an answer that was cut on its
-    way to the expected one, after `most_tokens` or MOST_TOKENS, it is not known whether it is right.
+    way to the expected one it is not known whether it is right.
     """
     weights = {}
     if of_step is not None:
@@ -74,8 +82,8 @@ def lines_of(
             "source": source,
             "prompt": data.tokenizer.decode(legible(prompt))[-MOST_LETTERS:],
             "expected": expected[:MOST_LETTERS],
-            "answer": answer[:MOST_LETTERS],
-            "right": _is_right(data, prompt, expected, answer=answer, most=min(most_tokens, MOST_TOKENS)),
+            "answer": answer.text[:MOST_LETTERS],
+            "right": _is_right(answer, expected),
             **({"images": prompt.pictures()} if isinstance(prompt, Prompt) else {}),
         }
         for (prompt, expected, source), answer in zip(prompts, answers, strict=True)
@@ -85,12 +93,11 @@ def lines_of(
     return lines
 
 
-def _is_right(data: RunData, prompt: list[int], expected: str, *, answer: str, most: int) -> bool | None:
-    """True if an answer is the expected one; None of the first tokens of one, as many as are sampled."""
-    if judges(["exact"], None)["exact"](answer, expected):
+def _is_right(answer: SampledAnswer, expected: str) -> bool | None:
+    """True if an answer is the expected one; None of its beginning."""
+    if judges(["exact"], None)["exact"](answer.text, expected):
         return True
-    is_cut = may_become(answer, expected) and len(continued_ids(data.tokenizer, prompt, answer)) >= most
-    return None if is_cut else False
+    return None if answer.is_cut and may_become(answer.text, expected) else False
 
 
 def append(root: Path, lines: list[dict]) -> None:

@@ -282,5 +282,5 @@ def test_samples_that_a_score_has_answered_are_not_generated_again():
     cases = ([None] * 4, [[0], [1], [2], [3]]), (answers, []), (["answer 0", None, "answer 2", None], [[1], [3]])
     for known, wanted in cases:
         asked.clear()
-        assert samples.answers_to(Asked([]), data, prompts, known, 9, lambda: False) == answers
+        assert samples.answers_to(Asked([]), data, prompts, known, 9, lambda: False) == [(a, False) for a in answers]
         assert asked == wanted
