@@ -37,6 +37,7 @@ from finetune.errors import PlanError
 
 TAGGED = re.compile(r"\s*<([\w-]+)>.*</\1>\s*", re.S)  # a message that brings the marks around it
 OF_THOUGHTS = re.compile(r"\s*</?think>")  # a mark that an answer begins with
+NO_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 THOUGHT_OF_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")  # at its end
 INLINE_THOUGHT = re.compile(r"\s*(?:<think>)?(.*)</think>", re.S)  # at the front of an answer's content
 
@@ -260,6 +261,8 @@ def after_thought_of_prompt(before: str, after: str) -> str | None:
     if thought is None or not after.startswith(before[: thought.start()]):
         return None
     answer = after[thought.start() :]
+    if own := NO_THOUGHT.match(answer):
+        answer = answer[own.end() :]
     if OF_THOUGHTS.match(answer):
         return None
     return answer if thought[1] else f"\n</think>\n\n{answer}"

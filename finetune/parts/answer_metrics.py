@@ -15,7 +15,7 @@ from finetune.system.patterns import Pattern
 # What has several points is a version or an address; a sign after a letter or a digit is a dash.
 NUMBER = re.compile(
     r"(?P<dotted>\d+(?:\.\d+){2,})|(?:(?<![\w.)])[-+])?"
-    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+(?!\w))?"
+    r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+(?!\w))?"
 )
 MINUS = "\u2212"  # as typeset text has it
 GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 1'000: between the groups of a number
@@ -23,7 +23,7 @@ GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 
 # brackets, no day before its year, which are two.
 LOCAL = re.compile(
     r"[^\d()\[\]]*?(?P<number>(?:(?<![\w.)])[-+\u2212])?"
-    r"(?:\d{1,3}(?P<spaces>(?: \d{3})+)(?:,\d+)?|(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{5,})))[^\d()\[\]]*"
+    r"(?:\d{1,3}(?P<spaces>(?: \d{3})+)(?:,\d+)?|0,\d+|(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{5,})))[^\d()\[\]]*"
 )
 LONGEST_LOCAL = 80  # letters of such a text
 WORD = re.compile(r"\w+")
@@ -176,7 +176,7 @@ def _in_points(text: str, local: re.Match | None = None) -> str:
     if local["spaces"]:
         text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", text)
     if "," in local["number"]:
-        text = re.sub(r"(?<=\d),(?=\d)", ".", re.sub(r"(?<=\d)\.(?=\d{3}(?!\d))", "", text))
+        text = re.sub(r"(?<=\d),(?=\d)", ".", re.sub(r"(?<=\d)(?<!\b0)\.(?=\d{3}(?!\d))", "", text))
     return text
 
 

@@ -390,6 +390,20 @@ OWN = CLOSED.replace("<think>\n{{ m.reasoning_content }}\n</think>\n\n", "<think
 OWN = OWN.replace("<think>\n\n</think>\n\n{% endif %}", "<think>\n{% endif %}")
 
 
+def test_an_empty_thought_of_a_row_by_rewards_is_its_prompt_s(chat_tokenizer):
+    for template in (R1, OWN):
+        for answer in ("A pear.", "<think></think>A pear."):
+            if template == OWN and "think" in answer:
+                continue
+            tokenizer = with_template(chat_tokenizer, template.replace(".split('</think>')[-1]", ""))
+            rows = [{"messages": [ASK, PEAR | {"content": answer}]}]
+            read = [RowReader(RowOptions()).read(row, "a.jsonl:1") for row in rows]
+            assert fit_template(tokenizer, lambda rows=read: rows, are_learned=False) is None
+            raw = RawDataset(rows, ["0"], ("messages",), (), "", "rows", 0)
+            ((_, expected, _),) = generation_examples(raw, RowOptions(), tokenizer)
+            assert expected == "\n</think>\n\nA pear."
+
+
 @pytest.mark.parametrize(
     ("template", "thoughts"), [*itertools.product((R1, CLOSED), ((False,), (True,), (False, True))), (OWN, (False,))]
 )
