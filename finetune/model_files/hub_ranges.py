@@ -238,7 +238,6 @@ def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: 
 def _not_removed(folder: Path) -> Iterator[None]:
     """A context in which a folder is written. Raises PlanError if another process removes it meanwhile."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         yield
     except FileNotFoundError as error:
         raise PlanError(

@@ -43,24 +43,24 @@ def async_save(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts, room: Mem
         yield Change("async_save", "false", f"{fact}, and {gib(needed)} do not fit in {gib(usable)}")
 
 
-# Flags that a run reads only beside another, in words, and whether it does.
+def _evaluates(asked: Asked) -> bool:
+    return bool(asked.validation_dataset or asked.validation_split or asked.score_dataset)
+
+
 EVALUATES = "rows that are held out (--validation_split, --validation_dataset) or scored (--score_dataset)"
+# Flags that a run reads only beside another, in words, and whether it does.
 READ_BESIDE: tuple[tuple[tuple[str, ...], str, Callable[[Asked], object]], ...] = (
     (("score_samples", "score_metric"), "--score_dataset", lambda asked: asked.score_dataset),
     (("shuffle_buffer",), "--streaming", lambda asked: asked.streaming),
     (("search_budget",), "--lr search", lambda asked: asked.requested.get("lr") == "search"),
     (("image_max_pixels", "image_root", "allow_urls"), "rows that show images", lambda asked: asked.images == "true"),
     (("project_name", "name", "group", "entity"), "a tracker in --log_to", lambda asked: names_trackers(asked.log_to)),
-    (("eval_every", "eval_samples", "score_max_new_tokens"), EVALUATES, lambda asked: _evaluates(asked)),
+    (("eval_every", "eval_samples", "score_max_new_tokens"), EVALUATES, _evaluates),
     (("cosine_min_lr_ratio",), "--lr_scheduler cosine", lambda asked: asked.lr_scheduler.startswith("cosine")),
     (("grad_norm",), "--apply_gradient_clipping true", lambda asked: asked.apply_gradient_clipping),
     (("pp_schedule",), "--pp_degree", lambda asked: asked.pp_degree > 1),
     (("keep_last",), "--save_model true", lambda asked: asked.save_model),
 )
-
-
-def _evaluates(asked: Asked) -> bool:
-    return bool(asked.validation_dataset or asked.validation_split or asked.score_dataset)
 
 
 def unread(asked: Asked) -> Said:

@@ -17,9 +17,17 @@ PARTS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.gate")
 MODULES = [f"model.layers.{i}.{part}" for i in (0, 1, 11) for part in PARTS]
 MODULES += ["lm_head", "model.embed_tokens", "model.language_model.layers.1.mlp.gate", "proj"]
 TARGETS = [
-    ["q_proj"], ["q_proj", "gate"], ["model.layers.1.mlp.gate"], ["layers.0.mlp.gate_proj"], ["lm_head"], [],
-    r".*q_proj", r"q_proj", r"model\.layers\.(0|11)\..*", "lm_head",
-]  # fmt: skip
+    ["q_proj"],
+    ["q_proj", "gate"],
+    ["model.layers.1.mlp.gate"],
+    ["layers.0.mlp.gate_proj"],
+    ["lm_head"],
+    [],
+    r".*q_proj",
+    r"q_proj",
+    r"model\.layers\.(0|11)\..*",
+    "lm_head",
+]
 EXCLUDED = [None, ["q_proj"], ["model.layers.0.mlp.gate"], r".*\.11\..*"]
 LAYERS = [(None, None), ([], None), (0, None), ([0, 11], None), ([1], "layers"), ([1], ["h", "layers"]), ([1], "h")]
 

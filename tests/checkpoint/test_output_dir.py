@@ -637,7 +637,7 @@ time.sleep(600)
 
 
 def test_a_forked_child_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path):
-    """As the workers of a reward's ProcessPoolExecutor do after an out-of-memory kill."""
+    """The workers of a reward's ProcessPoolExecutor outlive an out-of-memory kill."""
     run = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
     child = int(run.stdout.readline())
     try:

@@ -24,6 +24,7 @@ from finetune.model_files.tokenizer import load_tokenizer, opened_ids
 from finetune.parts.data import DataPlan
 from tests.support.chats import with_template
 from tests.support.sentencepiece_bases import write_sentencepiece
+from tests.support.templates import R1
 
 
 @pytest.mark.parametrize("value", ["26/07/2024", "{{ 7 }}", '"%}', "a{# b", 3, 0.5])
@@ -364,7 +365,7 @@ def test_a_prompt_is_cut_before_a_mark_and_not_inside(chat_tokenizer, closed):
     [("<think>\n", "\n</think>\n\nA pear."), ("<think>\n\n</think>\n\n", "A pear."), ("<draft>", "A pear.")],
 )
 def test_a_run_by_rewards_is_asked_as_the_model_was(chat_tokenizer, thought, expected):
-    """Of templates that leave thoughts out of answers. What is no thought is cut, so that rows can be read."""
+    """Templates leave thoughts out of answers. A prompt's end that is no thought is cut, so that rows can be read."""
     tokenizer = with_template(chat_tokenizer, CHATML.replace("assistant\n{%", "assistant\n" + thought + "{%"))
     template = tokenizer.chat_template
     assert thought in template
@@ -378,10 +379,6 @@ def test_a_run_by_rewards_is_asked_as_the_model_was(chat_tokenizer, thought, exp
     assert answer == expected
 
 
-R1 = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
-)
 CLOSED = (
     BEGIN + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
 )
@@ -589,7 +586,7 @@ def test_what_is_asked_has_no_thought_of_the_row(chat_tokenizer):
 
 
 def test_a_thought_with_other_marks_stays_in_what_is_asked_and_is_said(chat_tokenizer):
-    """What a model says after its own thought is known of <think> alone: else no answer would be right."""
+    """The text after a model's own thought is known of <think> alone: else no answer would be right."""
     thinks = THINKS.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
     tokenizer = with_template(chat_tokenizer, CHATML.replace("{{ m.content }}", thinks + "{{ m.content }}"))
     rows = [{"messages": [ASK, THOUGHT]}]

@@ -99,7 +99,8 @@ def test_a_pair_whose_half_is_empty_or_too_long_is_left_out_whole(layout, tmp_pa
 
 @pytest.mark.parametrize("task", ["generate", "reward_model"])
 def test_a_turn_after_both_answers_of_a_pair_is_a_line(task, tmp_path, chat_tokenizer):
-    ask, answers = {"role": "user", "content": "a fruit?"}, [{"role": "assistant", "content": c} for c in ("yes", "no")]
+    ask = {"role": "user", "content": "a fruit?"}
+    answers = [{"role": "assistant", "content": c} for c in ("yes", "no")]
     last = {"role": "user", "content": "no, you are wrong"}
     options = RowOptions(pairs=True, task=task)
     for rest, is_said in (([], False), ([last], True)):

@@ -18,6 +18,7 @@ from tests.support.cells import but_slow
 from tests.support.commands import PYTHON, command, finish, finish_start
 from tests.support.rows import json_lines
 from tests.support.runs import WHOLE_STATE, assert_same_run, copy_up_to, count_steps, read_events, same_files, steps
+from tests.support.templates import R1
 from train import fine_tune
 
 REWARD = """
@@ -213,10 +214,6 @@ def test_rows_that_have_the_answer_are_rewarded_by_a_metric(base, tmp_path):
     assert load_file(tmp_path / "out" / "adapter_model.safetensors")
 
 
-R1 = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
-)
 ASKED = """
 def asked(prompts, answers, rows):
     assert all(prompt.endswith("assistant\\n<think>\\n") for prompt in prompts), prompts

@@ -295,3 +295,9 @@ SMOLLM2 = (
 )
 
 TEMPLATES = {"Qwen2.5": QWEN25, "Qwen3": QWEN3, "Llama-3.1": LLAMA31, "Mistral": MISTRAL, "SmolLM2": SMOLLM2}
+
+# DeepSeek-R1's kind: the prompt opens a thought, and answers are written without theirs.
+R1 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)

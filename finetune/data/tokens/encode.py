@@ -52,7 +52,7 @@ class Encoded:
     `conversation`: what the template renders, if the document can be cut at its messages. `label`: of --task
     classify its number; KTO's 1 if it is desirable.
     `images`: the digests of those that it shows; `is_image`: the tokens of the texts in their places. `asked`: tokens
-    before its last answer, of one that a template renders; thoughts that are not learned are the answer's.
+    before its last answer, where thoughts are not learned: these are the answer's.
     """
 
     ids: np.ndarray
@@ -294,8 +294,14 @@ class RowEncoder:
     @cached_property
     def spaces_after(self) -> np.ndarray | None:
         """The number of spaces at each token's end, after other characters, as of a line break and an indentation; None
-        if no token has some.
+        if no token has some, or if offsets leave no space out.
         """
+        text = "a b"
+        (encoding,) = self.tokenizer(
+            [text], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        ).encodings
+        if "".join(text[first:last] for first, last in encoding.offsets) == text:
+            return None
         vocabulary = self.tokenizer.get_vocab()
         ending = {text: number for text, number in vocabulary.items() if text.endswith(SPACE) and text.strip(SPACE)}
         if not ending:
@@ -354,7 +360,7 @@ class RowEncoder:
                 is_image = np.zeros(len(of_document[0]), bool)
                 is_image[: len(encoding.ids)] = _of_images(item.document, encoding)
             asked = None
-            if from_template and (end := _asked_end(item.document)):
+            if self.reader.options.mask_reasoning and from_template and (end := _asked_end(item.document)):
                 asked = int((places[0] < end).sum())
             found.append(Encoded(*of_document, item.conversation, images=images, is_image=is_image, asked=asked))
         return found
