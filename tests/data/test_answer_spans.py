@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from finetune.config import TrainConfig
 from finetune.data.built_in_templates import BUILT_IN
 from finetune.data.chat_template import marks_of, named_template
+from finetune.data.collate import microbatches
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.fit_template import fit_template, prepare_template
 from finetune.data.held_out import split_document
@@ -576,6 +577,8 @@ def test_what_is_asked_has_no_thought_of_the_row(chat_tokenizer):
     for prompt, expected, _ in generation_examples(raw, options, tokenizer):
         assert prompt[-len(asked) :] == asked and expected == right
     whole = tokenize(raw, options, tokenizer, 512)
+    (batch,) = microbatches(whole, range(len(whole)), "padded", 8, 10**6, pad_id=0)
+    assert not batch.arrays  # no engine reads where answers begin
     cut = tokenize(raw, options, tokenizer, len(asked) + 40)
     split = tokenize(raw, options, tokenizer, Cut(len(whole.document(0)[0]) - 2, "split"))
     assert split_document(split, 0, tokenizer, {tokenizer.eos_token_id})[0][-len(asked) :] == asked
