@@ -111,6 +111,17 @@ def test_peft_and_the_merged_folder_have_our_logits(bases, trained, base, tmp_pa
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == (base == "llama_tied")
 
 
+def test_what_peft_saves_of_resized_embeddings_opens(bases, trained, tmp_path):
+    """PEFT saves such modules under three names each."""
+    theirs, tokenizer = of_peft(bases["llama_tied"], trained("llama_tied"))
+    theirs.save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "again")
+    names = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert "base_model.model.model.embed_tokens.original_module.weight" in names
+    # fp32 sums in another order.
+    assert torch.allclose(logits(opened(tmp_path / "again"), tokenizer), logits(theirs, tokenizer), atol=1e-5)
+
+
 def test_a_step_is_the_one_that_peft_s_gradients_give(bases, rows, trained):
     """One SGD step of a continued adapter against autograd through PEFT's copies."""
     first = trained(lr=1e-30, max_steps=1)
