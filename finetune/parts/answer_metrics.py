@@ -19,13 +19,14 @@ NUMBER = re.compile(
 )
 MINUS = "\u2212"  # as typeset text has it
 GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 1'000: between the groups of a number
-# An expected number that is written as no other notation has it: 1 000 000, 3,5, 1.234,50 or 1 234,5; no pair in
+SPACED = re.compile(r"(?<!\d)\d{1,3}(?: \d{3})+(?!\d)")
+POINTED = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:\.\d{3})+(?!\d)")
+# A last number that is written as no other notation has it: 1 000 000, 3,5, 1234,567, 1.234,50 or 1 234,5; no pair in
 # brackets, no day before its year, which are two.
 LOCAL = re.compile(
-    r"[^\d()\[\]]*?(?P<number>(?:(?<![\w.)])[-+\u2212])?"
-    r"(?:\d{1,3}(?P<spaces>(?: \d{3})+)(?:,\d+)?|0,\d+|(?:\d{1,3}(?:\.\d{3})+|\d+),(?:\d{1,2}|\d{5,})))[^\d()\[\]]*"
+    r"(?<![\d.,(\[])(?P<number>(?:(?<![\w.)(\[])-)?(?:\d{1,3}(?P<spaces>(?: \d{3})+)(?:,\d+)?"
+    r"|(?:0|\d{4,}|\d{1,3}(?P<points>(?:\.\d{3})+)),\d+|\d+,(?:\d{1,2}|\d{5,})))[^\d()\[\]]*$"
 )
-LONGEST_LOCAL = 80  # letters of such a text
 WORD = re.compile(r"\w+")
 # To the next end of a fence, and to the last, as a value may have a fence inside.
 FENCES = [re.compile(rf"```(?:json)?({inside})```", re.DOTALL | re.IGNORECASE) for inside in (".*?", ".*")]
@@ -168,15 +169,20 @@ def _words(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _in_points(text: str, local: re.Match | None = None) -> str:
-    """The text, its numbers as 1000000.5 where they are written as the local one is."""
-    text = GROUPED.sub("", text.replace(MINUS, "-"))
+def _plain(text: str) -> str:
+    """The text, with a hyphen for a minus, and without what stands between the groups of a number."""
+    return GROUPED.sub("", text.replace(MINUS, "-"))
+
+
+def _in_points(text: str, local: re.Match | None) -> str:
+    """The plain text, its numbers as 1000000.5 where they are written as the local one is."""
     if local is None:
         return text
     if local["spaces"]:
-        text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", text)
+        text = SPACED.sub(lambda groups: groups[0].replace(" ", ""), text)
     if "," in local["number"]:
-        text = re.sub(r"(?<=\d),(?=\d)", ".", re.sub(r"(?<=\d)(?<!\b0)\.(?=\d{3}(?!\d))", "", text))
+        text = POINTED.sub(lambda groups: groups[0].replace(".", ""), text)
+        text = re.sub(r"(?<=\d),(?=\d)", ".", text)
     return text
 
 
@@ -188,14 +194,16 @@ def _numbers(text: str) -> list[str]:
 
 def _same_number(answer: str, expected: str) -> bool:
     """True if the last number of both is the same. What may be one number, or several without a space between, as 3,5,
-    is also found as these.
+    is also found as these, with a space.
     """
-    local = LOCAL.fullmatch(expected.strip()) if len(expected) <= LONGEST_LOCAL else None
-    one, two = (_numbers(_in_points(text, local))[-1:] for text in (answer, expected))
-    if _are_same(one, two):
+    answer, expected = _plain(answer), _plain(expected)
+    local = LOCAL.search(expected)
+    found = _numbers(_in_points(answer, local))
+    wanted = _numbers(_in_points(expected, local))
+    if _are_same(found[-1:], wanted[-1:]):
         return True
-    parts = _numbers(_in_points(local["number"] if local else ""))
-    return _are_same(_numbers(_in_points(answer))[-len(parts) :], parts)
+    parts = _numbers(local["number"]) if local and not local["points"] else []
+    return _are_same(found[-len(parts) :], parts)
 
 
 def _are_same(ones: list[str], others: list[str]) -> bool:
