@@ -438,6 +438,10 @@ UNWANTED_IN_NUMBERS |= {"used_for": "evaluation", "quality_flag": "low", "finish
         ({"text": "Add two numbers.", "code": "def add(a, b): return a + b"}, "column 'code' is another answer"),
         (CHAT | {"moderation": [{"x": 1}, {"flagged": True}]}, "column 'moderation' says that flagged is true"),
         (CHAT | {"raw": {"choices": [{"finish_reason": "length"}]}}, "column 'raw' says that finish_reason is"),
+        (CHAT | {"turn_weights": [0, 1]}, "column 'turn_weights' may say which turns are learned"),
+        (CHAT | {"trainable_turns": [0]}, "column 'trainable_turns' may say which turns are learned"),
+        (CHAT | {"skip_turns": [1]}, "column 'skip_turns' may say which turns are learned"),
+        (CHAT | {"last_turn_only": True}, "column 'last_turn_only' may say which turns are learned"),
     ],
 )
 def test_what_is_beside_a_conversation_or_a_text_is_refused(row, said, tmp_path, plain_tokenizer):
@@ -516,6 +520,11 @@ def test_what_is_beside_a_nested_column_is_judged_as_a_column(tmp_path, chat_tok
         ({"tool_results": [{"output": "42"}]}, "field 'tool_results' holds what tools gave"),
         ({"steps": [{"action": "get"}]}, "field 'steps' holds a text that its content does not have"),
         ({"context": "A lamp."}, "field 'context' holds a text that its content does not have"),
+        ({"loss_scale": 0}, "field 'loss_scale' may say which turns are learned"),
+        ({"loss_scale": 0.5}, "field 'loss_scale' may say which turns are learned"),
+        ({"output_with_loss": False}, "field 'output_with_loss' may say which turns are learned"),
+        ({"need_train_in_this_round": False}, "'need_train_in_this_round' may say which turns are learned"),
+        ({"is_masked": True}, "field 'is_masked' may say which turns are learned"),
         ({"refusal": "No."}, "field 'refusal' holds a text that its content does not have"),
         ({"value": "Ho."}, "field 'value' holds a text"),
         ({"inner_voice": "They want to be greeted."}, "field 'inner_voice' holds a text"),
@@ -537,6 +546,11 @@ def test_a_turn_its_parts_and_its_calls_are_judged_alike(fields, said, tmp_path,
         read(tmp_path, tokenizer, answered(**fields))
     name = re.search(r"--ignore_columns (\S+)", str(error.value))[1].rstrip(".").casefold()
     assert read(tmp_path, tokenizer, answered(**fields), ignored=(name,)).num_rows == 1
+
+
+def test_fields_that_say_that_a_turn_is_learned_are_a_line(tmp_path, chat_tokenizer):
+    for fields in ({"loss_scale": 1}, {"no_loss": False}, {"is_masked": False}, {"with_loss": True}, {"nll_loss": 2.5}):
+        assert read(tmp_path, chat_tokenizer, answered(**fields)).num_rows == 1
 
 
 def test_a_number_for_each_turn_or_token_is_refused(tmp_path, plain_tokenizer, chat_tokenizer):
