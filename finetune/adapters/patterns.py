@@ -18,6 +18,7 @@ from finetune.system.patterns import ended_in_time
 PREFIX = "base_model.model."
 LEAF = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
 OF_A = ("lora_A.weight", "lora_embedding_A")
+LAST_OF_EXPERTS = "down_proj"  # of the two parameters of a module of experts
 REMEDY = "Give a complete adapter."
 
 
@@ -74,15 +75,14 @@ class Patterns:
         return None
 
     def of(self, module: str) -> tuple[int, float]:
-        """(rank, scale) of a layer, as PEFT's get_pattern_key finds them. PlanError where they are not known."""
+        """(rank, scale) of a layer, as PEFT's get_pattern_key finds them."""
         owner = module.removesuffix(".base_layer")
         held = [name for name in self.parameters if re.match(rf"(.*\.)?{re.escape(name.rpartition('.')[0])}$", owner)]
-        names = [f"{owner}.{name.rpartition('.')[2]}" for name in held] or [module]
-        found = {(self._first(self.ranks, n, self.rank), self._first(self.alphas, n, self.alpha)) for n in names}
-        if len(found) > 1:
-            fact = f"rank_pattern and alpha_pattern differ within {owner}"
-            raise PlanError(f"{self.said}: {fact}, which is not supported. Merge it with peft first.")
-        rank, alpha = found.pop()
+        leaves = sorted((name.rpartition(".")[2] for name in held), key=lambda leaf: leaf == LAST_OF_EXPERTS)
+        name = module
+        if leaves:  # PEFT wraps a module's parameters one around the other
+            name = f"{owner}.{leaves[0] if module != owner else leaves[-1]}"
+        rank, alpha = self._first(self.ranks, name, self.rank), self._first(self.alphas, name, self.alpha)
         return rank, scaling_of(rank, float(alpha), self.rslora)
 
     def _first(self, pattern: dict, name: str, default: float):

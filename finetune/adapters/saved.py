@@ -50,6 +50,8 @@ UNREAD = {
     "monteclora_config": "samples its weights",
     "velora_config": "compresses its activations",
 }
+IN_BLOCK = re.compile(r"\.\d+\.")
+EXPERTS = "experts"  # the module whose parameters PEFT names without it
 MAGNITUDE = "lora_magnitude_vector"
 # Names of a pair's A and B, the axis of each that has the rank in a matrix, and in a stack of experts' matrices.
 PAIRS = (
@@ -130,6 +132,12 @@ def _config(folder: Path, file: Path) -> dict:
     if odd:
         raise PlanError(f"{folder / CONFIG}: {odd}: it {UNREAD[odd]}, which is not supported. Use it with peft.")
     check(config, MLX_LM_SCHEMA if file.name == MLX_LM_FILE else PEFT_SCHEMA, str(folder / CONFIG))
+    if parameters := config.get("target_parameters"):
+        if not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
+            raise PlanError(
+                f"{folder / CONFIG}: target_parameters is {str(parameters)[:80]}, must be a list of names. {AGAIN}"
+            )
+        config["target_parameters"] = [name if "." in name else f"{EXPERTS}.{name}" for name in parameters]
     return config
 
 
@@ -175,8 +183,7 @@ class Targets:
     def __init__(self, config: dict):
         named = config.get("target_modules")
         self.names_all = named in (None, "all-linear")
-        parameters = config.get("target_parameters") or []
-        self.of_parameters = _Names([str(name).rpartition(".")[0] for name in parameters])
+        self.of_parameters = _Names([name.rpartition(".")[0] for name in config.get("target_parameters") or ()])
         self.named = _Names(named)
         self.excluded = _Names(config.get("exclude_modules"))
         layers = config.get("layers_to_transform")
@@ -185,15 +192,19 @@ class Targets:
             self.layers = None
         blocks = config.get("layers_pattern") or r"[^.]*"
         names = blocks if isinstance(blocks, list) else [blocks]
-        self.blocks = [_pattern(rf".*\.{name}\.(\d+)\..*") for name in names]
+        # A block's number is the first in a name; of earlier versions the last.
+        self.blocks = [_pattern(rf"{start}{name}\.(\d+)\..*") for name in names for start in (r"(?:.*?\.)?", r".*\.")]
+        self.ties = bool(config.get("ensure_weight_tying"))
 
     def __contains__(self, module: str) -> bool:
-        if self.names_all or "" in self.of_parameters.names or module in self.of_parameters:
+        if self.names_all or module in self.of_parameters:
             return True
         if self.layers is not None and module not in self.named.names:  # whole names are of any layer
-            found = next((at for block in self.blocks if (at := _fullmatch(block, module))), None)
-            if found is None or int(found[1]) not in self.layers:
+            found = [at for block in self.blocks if (at := _fullmatch(block, module))]
+            if not any(int(at[1]) in self.layers for at in found):
                 return False
+        if self.ties and not IN_BLOCK.search(module):  # embeddings, or the head that is tied to them
+            return True
         return module in self.named and module not in self.excluded
 
 

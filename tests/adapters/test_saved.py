@@ -84,6 +84,20 @@ def test_a_pair_that_the_config_leaves_out_is_refused(config, tmp_path):
         assert len(read_adapter(an_adapter(tmp_path / f"b{i}", modules, **others))[1]) == 4
 
 
+def test_a_block_s_number_may_be_followed_by_another():
+    """As in LongCat-Flash; which one counts depends on PEFT's version."""
+    for layer in (1, 0):
+        targets = Targets(dict(target_modules=["q_proj"], layers_to_transform=[layer]))
+        assert "model.layers.1.self_attn.0.q_proj" in targets
+        assert "model.layers.2.self_attn.3.q_proj" not in targets
+
+
+def test_adapters_of_tied_ends_are_both_named_by_either():
+    targets = Targets(dict(target_modules=["q_proj", "lm_head"], ensure_weight_tying=True))
+    assert "model.embed_tokens" in targets and "lm_head" in targets
+    assert "model.layers.0.mlp.gate_proj" not in targets
+
+
 def test_a_regex_that_is_none_is_a_line(tmp_path):
     folder = an_adapter(tmp_path / "a", ["model.layers.0.self_attn.q_proj"], target_modules="(")
     with pytest.raises(PlanError, match="is no regex"):

@@ -23,7 +23,7 @@ from finetune.torch_engine.lora import saved_modules
 from finetune.torch_engine.lora.init import assign, initialize, sampled
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters
 from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
-from finetune.torch_engine.lora.targets import WRAPPERS, tied, tied_bases
+from finetune.torch_engine.lora.targets import WRAPPERS, is_linear, tied, tied_bases
 from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.vocabulary import ends_of
 
@@ -171,6 +171,9 @@ def attach_tensors(
     for name in names:
         if name not in modules:
             raise PlanError(f"{file}: adapts {name}, which this base does not have. Give the base it was trained on.")
+        if not (is_linear(modules[name]) or isinstance(modules[name], nn.Embedding)):
+            kind = type(modules[name]).__name__
+            raise PlanError(f"{file}: adapts {name}, a {kind}, which is not supported. Merge it with peft first.")
     dora = bool(config.get("use_dora"))
     adapter = Adapter(config["r"], config["lora_alpha"], dora=dora, rslora=bool(config.get("use_rslora")))
     add_adapters(model, names + three_d, adapter, None, local_shards, present)

@@ -21,6 +21,11 @@ from finetune.torch_engine.weights.modalities import language_prefix, vision_pre
 WRAPPERS = (LoRALinear, LoRAEmbedding, fused.Experts)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """True for what a pair of matrices adapts: a linear layer, dense or quantized, or transformers' Conv1D."""
+    return isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
+
+
 def linear_names(model: PreTrainedModel, sees: bool = False) -> list[str]:
     """Names of the linears that qlora quantizes and adapters are for: of the language model, and if the run `sees` of
     towers too.
@@ -38,8 +43,9 @@ def linear_names(model: PreTrainedModel, sees: bool = False) -> list[str]:
     plain = {}
     names = []
     for name, module in model.named_modules():
-        linear = isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
-        if not linear or module is head or id(module) in parts or name in read or not name.startswith(prefixes):
+        if not is_linear(module) or module is head or id(module) in parts:
+            continue
+        if name in read or not name.startswith(prefixes):
             continue
         router = routed and {"gate", "router"} & set(name.split(".")[-2:])
         kind = type(module)

@@ -62,6 +62,38 @@ def test_ranks_and_scales_by_layer_are_peft_s(tmp_path, seed, use_rslora, use_do
         torch.testing.assert_close(other(input_ids=IDS).logits, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        dict(target_parameters=["gate_up_proj"], alpha_pattern={"gate_up_proj": 32}),
+        dict(target_parameters=["gate_up_proj", "down_proj"], alpha_pattern={"down_proj": 32}),
+        dict(target_parameters=["experts.gate_up_proj", "down_proj"], rank_pattern={"down_proj": 2}),
+        dict(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]),
+    ],
+)
+def test_experts_are_adapted_by_the_names_that_peft_writes(tmp_path, named):
+    """Of gate_proj, up_proj and down_proj PEFT makes parameters, and patterns for the twofold rank of the first two."""
+    torch.manual_seed(0)
+    named = {"target_modules": [], **named}
+    config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, task_type="CAUSAL_LM", **named)
+    theirs = peft.get_peft_model(tiny.build("qwen3_moe"), config).eval()
+    theirs.save_pretrained(tmp_path)
+    other = tiny.build("qwen3_moe")
+    attach_adapter(other, tmp_path)
+    with torch.no_grad():
+        expected = theirs(input_ids=IDS).logits
+        assert not torch.allclose(tiny.build("qwen3_moe")(input_ids=IDS).logits, expected, atol=1e-3)
+        torch.testing.assert_close(other(input_ids=IDS).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_an_adapter_of_a_router_is_refused(tmp_path):
+    """PEFT adapts its weight beside experts; it gives more than a product."""
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    peft.get_peft_model(tiny.build("qwen3_moe"), config).save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match=r"adapts model\.layers\.\d\.mlp\.gate, a Qwen3MoeTopKRouter, which is not"):
+        attach_adapter(tiny.build("qwen3_moe"), tmp_path)
+
+
 def test_a_rank_that_the_weights_do_not_have_is_refused(tmp_path):
     model, settings = adapted()
     write(model, settings, tmp_path / "a")
