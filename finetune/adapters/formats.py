@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune import safetensors_io
 from finetune.adapters.config import PEFT_VERSION
-from finetune.adapters.patterns import scaling_of
+from finetune.adapters.patterns import parameter_of, scaling_of
 from finetune.adapters.saved import CONFIG, MLX_LM_FILE
 from finetune.errors import PlanError
 
@@ -66,7 +66,8 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
         if leaf is None or (module.endswith("base_layer") and "experts" not in module):
             raise PlanError(f"--to mlx-lm: {name} adapts embeddings or a head, which is not converted. Use --to hf.")
         if re.search(r"\.experts(\.base_layer)?$", module):
-            out |= _experts(module, leaf, array, num_experts, model_config["model_type"])
+            adapted = parameter_of(module, config.get("target_parameters") or ())
+            out |= _experts(adapted, leaf, array, num_experts, model_config["model_type"])
         else:
             out[f"{module}.{LEAVES[leaf]}"] = np.ascontiguousarray(array.T)
     dora = bool(config.get("use_dora"))
@@ -87,14 +88,14 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
     }
 
 
-def _experts(module: str, leaf: str, array: np.ndarray, num_experts: int | None, model_type: str) -> dict:
-    """mlx-lm's tensors of one pair of expert matrices: gate_up_proj is the nested one, down_proj the outer."""
+def _experts(parameter: str, leaf: str, array: np.ndarray, num_experts: int | None, model_type: str) -> dict:
+    """mlx-lm's tensors of the pair that adapts one parameter of experts."""
     if model_type not in EXPERTS or num_experts is None:
         raise PlanError(f"--to mlx-lm: where mlx-lm has the experts of {model_type} is not known. Use --to hf.")
-    block = re.sub(r"mlp\.experts(\.base_layer)?$", EXPERTS[model_type], module)
-    fused = module.endswith("base_layer")
-    names = ["down_proj"]
-    if fused:
+    module, _, name = parameter.rpartition(".")
+    block = re.sub(r"mlp\.experts$", EXPERTS[model_type], module)
+    names = [name]
+    if name == "gate_up_proj":
         names = ["gate_proj", "up_proj"]
     if leaf == "lora_A.weight":
         parts = [array.reshape(num_experts, -1, array.shape[1])] * len(names)

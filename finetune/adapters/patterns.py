@@ -6,7 +6,7 @@ same DoRA, for every reader. R rank, I in_features, O out_features, E experts.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -39,6 +39,18 @@ def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
     if rslora:
         return alpha / math.sqrt(rank)
     return alpha / rank
+
+
+def parameter_of(module: str, parameters: Iterable[str]) -> str:
+    """The name of what a pair in this module adapts: one of its `parameters`, by target_parameters, or else the module.
+    PEFT wraps the two of a module of experts one around the other.
+    """
+    owner = module.removesuffix(".base_layer")
+    held = [name for name in parameters if re.match(rf"(.*\.)?{re.escape(name.rpartition('.')[0])}$", owner)]
+    leaves = sorted((name.rpartition(".")[2] for name in held), key=lambda leaf: leaf == LAST_OF_EXPERTS)
+    if not leaves:
+        return module
+    return f"{owner}.{leaves[0] if module != owner else leaves[-1]}"
 
 
 class Patterns:
@@ -76,12 +88,7 @@ class Patterns:
 
     def of(self, module: str) -> tuple[int, float]:
         """(rank, scale) of a layer, as PEFT's get_pattern_key finds them."""
-        owner = module.removesuffix(".base_layer")
-        held = [name for name in self.parameters if re.match(rf"(.*\.)?{re.escape(name.rpartition('.')[0])}$", owner)]
-        leaves = sorted((name.rpartition(".")[2] for name in held), key=lambda leaf: leaf == LAST_OF_EXPERTS)
-        name = module
-        if leaves:  # PEFT wraps a module's parameters one around the other
-            name = f"{owner}.{leaves[0] if module != owner else leaves[-1]}"
+        name = parameter_of(module, self.parameters)
         rank, alpha = self._first(self.ranks, name, self.rank), self._first(self.alphas, name, self.alpha)
         return rank, scaling_of(rank, float(alpha), self.rslora)
 

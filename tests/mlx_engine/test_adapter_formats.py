@@ -37,7 +37,7 @@ def peft_adapter(architecture, base, folder, seed=0, **options):
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"]
     if architecture == "mixtral":
         targets = ["q_proj", "v_proj"]
-        options["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        options = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], **options}
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM", **options)
     wrapped = peft.get_peft_model(model, config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -64,10 +64,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), each_alone(SHAPES, OPTIONS))
+ONE_OF_EXPERTS = {name: {"target_parameters": [name]} for name in ("gate_up_proj", "mlp.experts.down_proj")}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*each_alone(SHAPES, OPTIONS), *(("mixtral", kind) for kind in ONE_OF_EXPERTS)]
+)
 def test_an_exported_adapter_gives_mlx_lm_the_logits_it_gives_peft(tmp_path, name, kind):
     architecture, changes = SHAPES[name]
-    options = OPTIONS[kind]
+    options = (OPTIONS | ONE_OF_EXPERTS)[kind]
     if name == "mixtral" and "use_dora" in options:
         pytest.skip("PEFT has no DoRA for experts")
     base = save(tmp_path / "base", architecture, **changes)
