@@ -967,7 +967,7 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
     missing = missing_column(columns, options)
     if missing is not None:
         return f"{dataset}: has no column {missing!r} that --columns names, it has {found}. Name one of these."
-    if [str(column) for column in columns] == [str(number) for number in range(len(columns))]:
+    if columns and [str(column) for column in columns] == [str(number) for number in range(len(columns))]:
         fact = "are pandas' numbers of columns without names"
         return f"{dataset}: columns {found} {fact}. Name them, as in --columns question=0,answer=1."
     if any(re.search(r"[.?!]$|^-?[\d.]+$", str(column).strip()) for column in columns):
