@@ -81,6 +81,7 @@ FORMATS = {
             "prompt": ("prompt", "conversations", "conversation"),
             "question": ("question", "query", "instruction"),
             "context": ("input", "context"),
+            "messages": ("messages", "contents"),
             "system": SYSTEM,
             **VARIABLES,
         },
@@ -89,7 +90,10 @@ FORMATS = {
         {"instruction": ("instruction",), "output": ("output", "response")},
         {"input": ("input", "context"), "system": SYSTEM, "history": ("history",), **VARIABLES},
     ),
-    "kto": Format({"prompt": ("prompt",), "completion": ("completion", "response"), "label": ("label",)}),
+    "kto": Format(
+        {"prompt": ("prompt",), "completion": ("completion", "response"), "label": ("label",)},
+        {"messages": ("messages", "contents")},
+    ),
     "prompt_completion": Format(
         {"prompt": ("prompt",), "completion": ("completion", "response")},
         {"system": SYSTEM, "tools": ("tools",), **VARIABLES},
@@ -138,6 +142,7 @@ FIELDS = (*dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.requ
 ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task", "input")
 # Those beside a conversation or a text, which is itself the task of some.
 ASKED_BESIDE = ("instruction", "prompt", "question", "query", "input", "message", "user_message", "user_input")
+ASKS_OF_PAIRS = {"prompt", "question", "context", "messages"}  # fields
 # Columns beside a question that hold one of its choices, two of them at least.
 CHOICE = re.compile(r"(options?|choices?|opt|op|ending|candidate|alternative|distractor)_?([a-h]|\d)|[a-h]")
 # The place of a row in its conversation.
@@ -741,6 +746,12 @@ class RowReader:
         if schema.format in HOLDS_ALL and name in ASKED_BESIDE:
             hint = f" (--columns question={name},answer=text asks it)" if schema.format == "text" else ""
             return None if _is_said(value, _said(row, schema)) else "may be a part of the prompt" + hint
+        if schema.format == "preference" and not ASKS_OF_PAIRS & schema.columns.keys():
+            texts = [row.get(column) for column in schema.columns["chosen"]] + [value]
+            is_long = all(isinstance(text, str) for text in texts) and len(str(value).split()) >= WORDS
+            if is_long and is_content(name) and not _is_said(value, _said(row, schema)):
+                return f"may be the prompt (--columns prompt={name} asks it)"
+            return None
         asked = ASKED.get(schema.format)
         used = schema.columns.get(asked, ()) if asked else ()
         if not used or name not in ASKED_TOO or not isinstance(value, str) or asked in self.options.columns:

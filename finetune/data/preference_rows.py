@@ -10,6 +10,7 @@ from finetune.data.meanings import are_said, texts_in
 from finetune.errors import PlanError
 from finetune.system.json_files import json_kind
 
+ANSWERS = ("chosen", "rejected", "completion")
 TRUE = ("true", "1")
 FALSE = ("false", "0")
 
@@ -39,7 +40,8 @@ def labelled_of(row: Row) -> list[tuple[Row, bool]]:
         raise PlanError(
             f"{row.source}: field {column!r} is {str(label)[:40]!r}, must be true (desirable) or false (undesirable)."
         )
-    values, columns = ({k: v for k, v in of.items() if k != "label"} for of in (row.values, row.columns))
+    _count_unused(row, {"prompt"})
+    values, columns = ({k: of[k] for k in ("prompt", "completion") if k in of} for of in (row.values, row.columns))
     return [(replace(row, format="prompt_completion", values=values, columns=columns), word in TRUE)]
 
 
@@ -96,24 +98,36 @@ def pair_of(row: Row) -> tuple[Row, Row]:
 
 def _count_unused(row: Row, used: set) -> None:
     """Counts what is asked beside the prompt. Raises PlanError for a text that the row's other columns do not have."""
-    others = [value for name, value in row.values.items() if name in used or name in ("chosen", "rejected", "system")]
-    for name in ("prompt", "question", "context"):
+    for name in ("prompt", "question", "context", "messages"):
         if name in used or not row.get(name):
             continue
         column = row.columns[name]
-        if not are_said(texts_in(row.get(name), leaves=True), "\n".join(texts_in(others))):
+        if not _is_said(row, name, {*used, "system"}):
             raise PlanError(
-                f"{row.source}: column {column!r} may be a part of the prompt, and the pair is read without it. Put it "
+                f"{row.source}: column {column!r} may be a part of the prompt, and the row is read without it. Put it "
                 f"into the prompt, or add --ignore_columns {column.strip().casefold()} to train without it."
             )
         row.note(f"column {column!r} is not used")
 
 
+def _is_said(row: Row, name: str, others: set) -> bool:
+    """True if these other fields and the answers have the texts of a field."""
+    said = [row.get(other) for other in {*others, *ANSWERS}]
+    return are_said(texts_in(row.get(name), leaves=True), "\n".join(texts_in(said)))
+
+
 def with_prompt(row: Row) -> Row:
-    """The row with its input as the prompt if that holds messages, as OpenAI's preference rows have it."""
-    if row.get("prompt") is not None or not isinstance(row.get("context"), dict | list):
+    """The row with its input, or with messages that its answers do not have, as the prompt if it has no other, as
+    OpenAI's preference rows and LLaMA-Factory's have it.
+    """
+    if row.get("prompt") is not None:
         return row
-    moved = {"context": "prompt"}
+    if isinstance(row.get("context"), dict | list):
+        moved = {"context": "prompt"}
+    elif row.get("question") is None and isinstance(row.get("messages"), list) and not _is_said(row, "messages", set()):
+        moved = {"messages": "prompt"}
+    else:
+        return row
     values, columns = ({moved.get(k, k): v for k, v in of.items()} for of in (row.values, row.columns))
     return replace(row, values=values, columns=columns)
 

@@ -28,6 +28,13 @@ TEXTS = {
 }
 CHATS = {
     "messages after a prompt of messages": {"prompt": [HELLO], "chosen": [HI], "rejected": [NO]},
+    "messages before two answers": {"messages": [HELLO], "chosen": "Hi.", "rejected": "No."},
+    "messages before a message of each": {"messages": [HELLO], "chosen": HI, "rejected": NO},
+    "messages beside the chosen conversation, which they are": {
+        "messages": [HELLO, HI],
+        "chosen": [HELLO, HI],
+        "rejected": [HELLO, NO],
+    },
     "conversations that contain the prompt": {"chosen": [HELLO, HI], "rejected": [HELLO, NO]},
     "conversations beside a column of the prompt": {"prompt": "Hello", "chosen": [HELLO, HI], "rejected": [HELLO, NO]},
     "a question and two texts": {"question": "Hello", "chosen": "Hi.", "rejected": "No."},
@@ -370,6 +377,23 @@ def test_what_is_beside_a_pair_is_judged_as_beside_a_question(row, more, said, t
         read(tmp_path, plain_tokenizer, [row | more], options)
     beside = {"answer": "40 cm.", "context": "How tall", "source": "a", "topic": "lamps"}
     assert read(tmp_path, plain_tokenizer, [row | beside], options).num_rows == 1
+
+
+@pytest.mark.parametrize("options", [PAIRS, LABELS])
+def test_messages_beside_a_prompt_are_said_elsewhere_or_refused(options, tmp_path, chat_tokenizer):
+    answers = {"chosen": "Hi.", "rejected": "No."} if options is PAIRS else {"completion": "Hi.", "label": True}
+    said = {"prompt": "Hello", "messages": [HELLO, HI]} | answers
+    assert read(tmp_path, chat_tokenizer, [said], options).noted["column 'messages' is not used"] == 1
+    with pytest.raises(PlanError, match="column 'messages' may be a part of the prompt, and the row is read without"):
+        read(tmp_path, chat_tokenizer, [said | {"messages": [MORE, HI, HELLO]}], options)
+
+
+def test_a_text_beside_a_pair_without_a_prompt_may_be_it(tmp_path, plain_tokenizer):
+    pair = {"chosen": "A: good yes.", "rejected": "A: good yet."}
+    with pytest.raises(PlanError, match=r"column 'problem' may be the prompt \(--columns prompt=problem asks it\)"):
+        read(tmp_path, plain_tokenizer, [pair | {"problem": "Is it good or bad?"}])
+    for more in ({"problem": "good"}, {"topic": "A: good yes."}, {"prompt": "Q", "problem": "Is it good or bad?"}):
+        assert len(read(tmp_path, plain_tokenizer, [pair | more])) == 2
 
 
 def test_a_pair_that_names_the_columns_of_its_answers_is_refused(tmp_path, plain_tokenizer):
