@@ -1,14 +1,11 @@
 """Modules of the base that train in full beside adapters and are saved with them, by their names, on every engine."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from finetune.adapters.patterns import PREFIX
 from finetune.adapters.saved import PEFT_FILE
 from finetune.errors import PlanError
-
-COPY = re.compile(r"\.(modules_to_save|original_module)\.(?=\w+$)")  # of a module: as it trains, and as it was
 
 
 def inside(name: str, modules: Collection[str]) -> bool:
@@ -54,10 +51,6 @@ def check_words(modules: Iterable[str], words: object, own: Collection[str], fil
 
 
 def own_weights(tensors: Mapping) -> dict:
-    """{name in the base: tensor} of the base's own weights among an adapter's tensors, without the copies that PEFT saves
-    beside embeddings of another size.
-    """
+    """{name in the base: tensor} of the base's own weights among an adapter's tensors."""
     found = {key: value for key, value in tensors.items() if ".lora_" not in key and key.startswith(PREFIX)}
-    copies = {key for key in found if COPY.search(key) and COPY.sub(".", key) in found}
-    found = {key: value for key, value in found.items() if key not in copies}
     return {key.removeprefix(PREFIX).replace(".base_layer.", "."): value for key, value in found.items()}

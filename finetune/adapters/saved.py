@@ -6,6 +6,7 @@ R rank, E experts held as one parameter.
 
 import hashlib
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +53,7 @@ UNREAD = {
 }
 IN_BLOCK = re.compile(r"\.\d+\.")
 EXPERTS = "experts"  # the module whose parameters PEFT names without it
+COPY = re.compile(r"\.(modules_to_save|original_module)\.(?=\w+$)")  # of a module: as it trains, and as it was
 MAGNITUDE = "lora_magnitude_vector"
 # Names of a pair's A and B, the axis of each that has the rank in a matrix, and in a stack of experts' matrices.
 PAIRS = (
@@ -74,8 +76,10 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
     with verified(folder, (folder / CONFIG, file)):
         config = _config(folder, file)
         if file.name == PEFT_FILE and (patterns := Patterns.of_config(config, str(folder / CONFIG))):
-            return patterns.uniform(config), dict(_checked(Uniform(FloatTensors(file), patterns), config, file))
+            return patterns.uniform(config), dict(_checked(Uniform(SavedTensors(file), patterns), config, file))
         tensors = read_tensors(file)
+        for name in copies_in(tensors):
+            del tensors[name]
         check_ranks(config, tensors, file)
         return config, tensors
 
@@ -87,10 +91,24 @@ def open_adapter(folder: Path) -> tuple[dict, FloatTensors | Uniform]:
         raise PlanError(f"{folder}: is an adapter of mlx-lm. Convert it with export.py --to peft first.")
     with verified(folder, (folder / CONFIG, file)):
         config = _config(folder, file)
-        tensors = FloatTensors(file)
+        tensors = SavedTensors(file)
         if patterns := Patterns.of_config(config, str(folder / CONFIG)):
             return patterns.uniform(config), _checked(Uniform(tensors, patterns), config, file)
         return config, _checked(tensors, config, file)
+
+
+class SavedTensors(FloatTensors):
+    """The tensors of PEFT's file, without copies."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        for name in copies_in(self.header):
+            del self.header[name], self.shapes[name]
+
+
+def copies_in(names: Collection[str]) -> list[str]:
+    """The names under which PEFT saves modules once more, as it does with embeddings of another size than the base's."""
+    return [name for name in names if COPY.search(name) and COPY.sub(".", name) in names]
 
 
 def adapter_digest(folder: Path) -> str:

@@ -253,6 +253,10 @@ class ModelShape:
             return 0.0
         return 0.5 * self.vocab_size * self.hidden_size * self.num_layers / layers
 
+    def is_of_vocabulary(self, shape: tuple[int, ...]) -> bool:
+        """True for the shape of embeddings or of a head, maybe with rows for more tokens."""
+        return len(shape) == 2 and shape[0] >= (self.vocab_size or 0) and shape[1] == self.hidden_size
+
     @property
     def outer_weights(self) -> int:
         """Number of weights of embeddings and head."""

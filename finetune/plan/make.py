@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from finetune.adapters.continued import SavedAdapter, read_saved
 from finetune.adapters.heads import HeadRecord
 from finetune.adapters.patterns import LEAF, PREFIX
@@ -123,6 +125,8 @@ def make_plan(
         plan.shape.tracer.close()
     if adapter:
         check_fit(adapter, plan.shape)
+        if not plan.settings.adapter_merge:
+            check_ends(adapter, plan.shape)
         if files and (line := lacks_tokenizer(adapter.folder, files)):
             plan = replace(plan, notices=(*plan.notices, line))
     if plan.output.overwrite and not (saved and saved.continues):
@@ -289,6 +293,20 @@ def check_fit(adapter: SavedAdapter, shape: ModelShape | None) -> None:
                 f"--adapter {adapter.folder}: {name} is {list(found)}, this base needs {needed}. Give the base it was "
                 "trained on."
             )
+
+
+def check_ends(adapter: SavedAdapter, shape: ModelShape | None) -> None:
+    """Raises PlanError for other embeddings than the head of a base that has one weight for both, as PEFT trains them."""
+    if shape is None or not shape.tied:
+        return
+    _, tensors = open_adapter(adapter.folder)
+    ends = [name for name, found in tensors.shapes.items() if not LEAF.search(name) and shape.is_of_vocabulary(found)]
+    if ends and not (len(ends) > 1 and np.array_equal(*(tensors[name] for name in ends[:2]))):
+        names = " and ".join(end.removeprefix(PREFIX) for end in ends)
+        raise PlanError(
+            f"--adapter {adapter.folder}: its {names} trained apart, and this base has one weight for embeddings and "
+            "head. Add --adapter_merge."
+        )
 
 
 def read_by(plan: RunPlan) -> Iterator[tuple[str, Path]]:

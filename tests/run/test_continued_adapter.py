@@ -464,6 +464,29 @@ def test_an_adapter_without_the_module_that_it_names_is_refused(first, tmp_path)
         fine_tune(**flags, max_steps=1)
 
 
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_ends_that_peft_trained_apart_are_merged_and_not_continued(modules, rows_file, tmp_path):
+    """The base has one weight for both, and so has what would go on from it."""
+    tiny.train_tokenizer(tmp_path / "base", bos=False)
+    tiny.build("llama_tied", vocab_size=512).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=modules, task_type="CAUSAL_LM")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = peft.get_peft_model(base, config).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        expected = theirs(input_ids=IDS).logits
+    theirs.save_pretrained(tmp_path / "first")
+    flags = LORA | dict(dataset=str(rows_file), adapter=str(tmp_path / "first"), output_dir=str(tmp_path / "second"))
+    with pytest.raises(PlanError, match="trained apart, and this base has one weight for embeddings and head"):
+        fine_tune(**flags, max_steps=1, dry_run=True)
+    fine_tune(**flags, adapter_merge=True, max_steps=1, lr=1e-30)
+    merged = load_dense(tmp_path / "second" / "merged_base", torch.float32).eval()
+    with torch.no_grad():  # fp32 sums in another order
+        torch.testing.assert_close(merged(input_ids=IDS).logits, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_a_run_that_is_killed_before_its_first_checkpoint_starts_from_the_adapter_again(first, tmp_path):
     """Only run_plan.json is there, which names the adapter: the run to resume has nothing else of it."""
     flags = first() | {"max_steps": 4, "lr": 1e-2}

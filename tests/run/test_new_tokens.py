@@ -120,6 +120,8 @@ def test_what_peft_saves_of_resized_embeddings_opens(bases, trained, tmp_path):
     assert "base_model.model.model.embed_tokens.original_module.weight" in names
     # fp32 sums in another order.
     assert torch.allclose(logits(opened(tmp_path / "again"), tokenizer), logits(theirs, tokenizer), atol=1e-5)
+    on = trained("llama_tied", "on", adapter=str(tmp_path / "again"), lr=1e-30, max_steps=1)
+    assert torch.allclose(logits(opened(on), tokenizer), logits(theirs, tokenizer), atol=1e-5)
 
 
 def test_a_step_is_the_one_that_peft_s_gradients_give(bases, rows, trained):

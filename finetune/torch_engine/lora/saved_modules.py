@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from finetune.adapters.modules import check_words, ending_in, inside, outermost, own_weights, with_ends
 from finetune.adapters.patterns import LEAF, PREFIX
-from finetune.adapters.saved import CONFIG, PEFT_FILE
+from finetune.adapters.saved import CONFIG, PEFT_FILE, SavedTensors
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.parts.trains import Adapter
-from finetune.safetensors_io import FloatTensors
 from finetune.torch_engine.lora.targets import tied
 from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.modalities import vision_names
@@ -77,14 +76,14 @@ def in_file(folder: Path) -> dict[str, tuple]:
     """{name in the base: shape} of the modules' own weights that are saved with an adapter; none without one."""
     if not ((folder / CONFIG).is_file() and (folder / PEFT_FILE).is_file()):
         return {}
-    return own_weights(FloatTensors(folder / PEFT_FILE).shapes)
+    return own_weights(SavedTensors(folder / PEFT_FILE).shapes)
 
 
 def adapted_in_file(folder: Path) -> list[str]:
     """Names of the modules that a saved adapter adapts; none without one."""
     if not ((folder / CONFIG).is_file() and (folder / PEFT_FILE).is_file()):
         return []
-    names = FloatTensors(folder / PEFT_FILE).shapes
+    names = SavedTensors(folder / PEFT_FILE).shapes
     return list(dict.fromkeys(LEAF.sub("", name.removeprefix(PREFIX)) for name in names if LEAF.search(name)))
 
 
