@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune.adapters.heads import HeadRecord
-from finetune.adapters.patterns import LEAF, PREFIX, Uniform, padded, scaling_of
+from finetune.adapters.patterns import LEAF, PREFIX, Uniform, padded, parameter_of, scaling_of
 from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
 from finetune.model_files.files import BASE_RECORD, base_path, started_in_of
@@ -119,8 +119,8 @@ def _targets(config: dict, tensors: Iterable[str]) -> str:
         return "all" if named == "all-linear" else named
     if isinstance(named, list) and all(isinstance(name, str) for name in [*named, *parameters]):
         return ",".join([*named, *parameters])
-    modules = sorted({LEAF.sub("", name.removeprefix(PREFIX)) for name in tensors if LEAF.search(name)})
-    return ",".join(modules)
+    modules = {LEAF.sub("", name.removeprefix(PREFIX)) for name in tensors if LEAF.search(name)}
+    return ",".join(sorted(parameter_of(module, parameters) for module in modules))
 
 
 def continued(saved: SavedAdapter, own: dict[str, np.ndarray], rank: int, scaling: float) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ PREFIX = "base_model.model."
 LEAVES = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
 # Where mlx-lm keeps the experts that transformers 5 holds as mlp.experts.
 EXPERTS = {"mixtral": "block_sparse_moe.switch_mlp", "qwen3_moe": "mlp.switch_mlp", "qwen2_moe": "mlp.switch_mlp"}
+ROUTERS = ("gate", "router")
 LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
 NOT_CONVERTED = {"modules_to_save": "full modules", "fan_in_fan_out": "transposed layers"}
 
@@ -143,6 +144,8 @@ def to_peft(tensors: dict, config: dict, layers: set[str]) -> tuple[dict, dict]:
         if modules:
             fact = f"adapts {missing[0]}, which this base does not have"
         raise PlanError(f"--to peft: {MLX_LM_FILE} {fact}. Give the base it was trained on.")
+    if routers := sorted(module for module in modules if module.rpartition(".")[2] in ROUTERS):
+        raise PlanError(f"--to peft: {routers[0]} is a router, no linear layer in transformers. Use mlx_lm.fuse.")
     return out, {
         "peft_type": "LORA",
         "peft_version": PEFT_VERSION,

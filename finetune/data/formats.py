@@ -315,7 +315,7 @@ def token_document(row: Row) -> tuple[np.ndarray, np.ndarray]:
         if len(values) != len(ids):
             column = row.columns[name]
             raise PlanError(f"{row.source}: field {column!r} has {len(values)} numbers, input_ids has {len(ids)}.")
-    if row.columns.get("labels", "labels") == "labels":
+    if marks is ids or row.columns["labels"] == "labels":
         wrong = np.flatnonzero((marks != IGNORE_INDEX) & (marks != ids))
         if len(wrong):
             at = int(wrong[0])

@@ -250,6 +250,17 @@ LEARNED = {
         "tokens",
         {},
     ),
+    "token ids of which some have a mask": (
+        {
+            "a.jsonl": lines(
+                {"input_ids": [60, 61, 62], "completion_mask": [0, 1, 1]},
+                {"input_ids": [60, 61, 62], "completion_mask": None},
+            )
+        },
+        [[61, 62], [61, 62]],
+        "tokens",
+        {},
+    ),
     "an integer as answer": ({"a.jsonl": lines({"question": "2+3?", "answer": 5})}, [["5", END]], "qna", {}),
     "a boolean as answer": ({"a.jsonl": lines({"question": "So?", "answer": True})}, [["true", END]], "qna", {}),
     "tsv": ({"a.tsv": table(("question", "answer"), ("Hi, you?", "Yo."), separator="\t")}, [["Yo.", END]], "qna", {}),

@@ -145,6 +145,20 @@ def test_what_a_format_has_no_place_for_is_refused(tmp_path):
         export_to("peft", tmp_path / "mlx", tmp_path / "2", "--base", str(other))
 
 
+def test_an_adapter_of_mlx_lm_on_a_router_is_refused(tmp_path):
+    """It is no linear layer in transformers, and PEFT leaves out what it finds no place for."""
+    base = save(tmp_path / "base", "qwen3_moe")
+    (tmp_path / "mlx").mkdir()
+    config = {"fine_tune_type": "lora", "num_layers": 1, "model": str(base)}
+    config["lora_parameters"] = {"rank": 4, "scale": 20.0, "dropout": 0.0, "keys": ["mlp.gate"]}
+    (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps(config))
+    name = "model.layers.1.mlp.gate.lora_"
+    pair = {f"{name}a": np.ones((64, 4), np.float32), f"{name}b": np.ones((4, 4), np.float32)}
+    save_file(pair, tmp_path / "mlx" / "adapters.safetensors")
+    with pytest.raises(PlanError, match="--to peft: model.layers.1.mlp.gate is a router"):
+        export_to("peft", tmp_path / "mlx", tmp_path / "2")
+
+
 @pytest.mark.parametrize(("key", "value"), [("bias", "lora_only"), ("trainable_token_indices", [1])])
 def test_what_mlx_does_not_apply_of_an_adapter_is_refused(tmp_path, key, value):
     peft_adapter("llama", save(tmp_path / "base"), tmp_path / "peft")

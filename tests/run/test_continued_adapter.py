@@ -213,6 +213,21 @@ def test_experts_continue_and_are_padded_too(first, make_tokenizer, tmp_path, ra
     assert (after - before).abs().max() <= 1e-5 * before.abs().max()
 
 
+def test_a_parameter_of_experts_goes_on_beside_modules_that_are_excluded(rows_file, tmp_path):
+    tokenizer = tiny.train_tokenizer(tmp_path / "moe", bos=False)
+    base = tiny.build("mixtral", vocab_size=len(tokenizer))
+    base.save_pretrained(tmp_path / "moe")
+    named = dict(target_modules=["q_proj", "k_proj"], exclude_modules=["k_proj"], target_parameters=["down_proj"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    peft.get_peft_model(model, peft.LoraConfig(r=4, **named)).save_pretrained(tmp_path / "first")
+    flags = LORA | dict(dataset=str(rows_file), adapter=str(tmp_path / "first"), output_dir=str(tmp_path / "second"))
+    fine_tune(**flags, max_steps=1, lr=1e-30)
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("second", "first"))
+    assert ours.keys() == theirs.keys()
+    before, after = (logits_of(tmp_path / "moe", tmp_path / name) for name in ("first", "second"))
+    assert (after - before).abs().max() <= 1e-5 * before.abs().max()
+
+
 @pytest.mark.slow
 def test_mlx_continues_the_same_adapter(first, tmp_path):
     pytest.importorskip("mlx_lm")

@@ -169,6 +169,9 @@ def attach_tensors(
     owners = {n.rpartition(".")[0] for n in three_d}
     names = sorted(n for n in adapted if n.removesuffix(".base_layer") not in owners)
     for name in names:
+        if name not in modules and re.search(r"\.experts\.\d+\.\w+$", name):
+            fact = "which this base has not, whose experts are held as one"
+            raise PlanError(f"{file}: adapts {name}, {fact}. Load it with peft, which converts it, and save it again.")
         if name not in modules:
             raise PlanError(f"{file}: adapts {name}, which this base does not have. Give the base it was trained on.")
         if not (is_linear(modules[name]) or isinstance(modules[name], nn.Embedding)):

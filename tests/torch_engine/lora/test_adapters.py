@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import export
+from finetune.adapters.patterns import PREFIX
 from finetune.errors import PlanError
 from finetune.parts.trains import Adapter
 from finetune.torch_engine.lora import saved_modules
@@ -84,6 +85,19 @@ def test_experts_are_adapted_by_the_names_that_peft_writes(tmp_path, named):
         expected = theirs(input_ids=IDS).logits
         assert not torch.allclose(tiny.build("qwen3_moe")(input_ids=IDS).logits, expected, atol=1e-3)
         torch.testing.assert_close(other(input_ids=IDS).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_experts_one_by_one_are_said_to_be_of_another_layout(tmp_path):
+    """As transformers 4 had them: PEFT converts such adapters."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(tiny.build("qwen3_moe"), config).save_pretrained(tmp_path)
+    saved = tmp_path / "adapter_config.json"
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"target_modules": ["down_proj"]}))
+    name = f"{PREFIX}model.layers.0.mlp.experts.0.down_proj.lora_"
+    pair = {f"{name}A.weight": torch.ones(4, 32), f"{name}B.weight": torch.ones(64, 4)}
+    save_file(pair, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(PlanError, match=r"experts.0.down_proj, which this base has not, whose .* Load it with peft"):
+        attach_adapter(tiny.build("qwen3_moe"), tmp_path)
 
 
 def test_an_adapter_of_a_router_is_refused(tmp_path):
