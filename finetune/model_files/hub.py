@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from finetune.errors import PlanError, first_line
+from finetune.model_files import hub_connections
 from finetune.system.files import cache_root, is_regular, open_file
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import is_terminal
@@ -104,6 +105,7 @@ def answer_in_time(seconds: float | None = None) -> None:
     def limited(request: Any) -> None:
         asked = request.extensions.get("timeout") or {}
         request.extensions["timeout"] = {of: asked.get(of) or limit for of in ("connect", "read", "write", "pool")}
+        hub_connections.remember(request)
 
     session = get_session()
     _take_off(session)
@@ -134,6 +136,7 @@ def callers_requests() -> Iterator[None]:
         _limited.reset(token)
         for session in sessions:
             _take_off(session)
+        hub_connections.forget()
 
 
 def _take_off(session: Any) -> None:
@@ -212,6 +215,7 @@ def in_time(
         here += grown
         left = min(limit_s, left + grown / SLOWEST_RATE - (waited - before))
         if left <= 0:
+            hub_connections.give_up(answer)
             raise HTTPError(f"timed out: no whole answer in {waited:.0f} s")
         wait([answer], min(left, 1.0))
     return answer.result()

@@ -102,6 +102,8 @@ def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch,
         began = time.monotonic()
         assert "timed out: no whole answer in" in refused(ask), part
         assert time.monotonic() - began < 10
+        waited_for_at_exit = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+        assert not waited_for_at_exit
 
 
 def test_a_download_that_stops_after_a_fast_beginning_has_the_same_end(monkeypatch):

@@ -1,0 +1,51 @@
+"""Connections to the Hub. Those of an answer that is given up are closed: threads of huggingface_hub would wait for it,
+and the end of a caller's process for them.
+"""
+
+import contextlib
+import socket
+import threading
+import weakref
+from concurrent.futures import Future, wait
+from typing import Any
+
+ENDS_WITHIN_S = 10.0  # huggingface_hub asks again after a second
+
+_streams: weakref.WeakSet[Any] = weakref.WeakSet()  # of httpcore
+_asking: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_given_up: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def remember(request: Any) -> None:
+    """Keeps the connection of a request to the Hub in mind, and its thread. Raises HTTPError in one that was given up."""
+    from huggingface_hub.errors import HTTPError
+
+    here = next((thread for thread in threading.enumerate() if thread.ident == threading.get_ident()), None)
+    if here is not None and here in _given_up:
+        raise HTTPError("given up")
+    if here is not None:
+        _asking.add(here)
+    request.extensions.setdefault("trace", _connected)
+
+
+def _connected(event: str, info: dict) -> None:
+    stream = info.get("return_value")
+    if event.endswith(("connect_tcp.complete", "connect_unix_socket.complete", "start_tls.complete")):
+        _streams.add(stream)
+
+
+def give_up(answer: Future) -> None:
+    """Closes the connections, and waits for the threads that ask by them."""
+    threads = [thread for thread in _asking if thread.is_alive() and thread is not threading.main_thread()]
+    _given_up.update(threads)
+    for stream in list(_streams):
+        with contextlib.suppress(OSError):  # one that is closed
+            stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    if threads:
+        wait([answer], ENDS_WITHIN_S)
+
+
+def forget() -> None:
+    """Later requests are those of others."""
+    for kept in (_streams, _asking, _given_up):
+        kept.clear()
