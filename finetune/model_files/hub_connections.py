@@ -12,8 +12,8 @@ from typing import Any
 ENDS_WITHIN_S = 10.0  # huggingface_hub asks again after a second
 
 _streams: weakref.WeakSet[Any] = weakref.WeakSet()  # of httpcore
-_asking: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_given_up: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_asking: weakref.WeakSet[Any] = weakref.WeakSet()
+_given_up: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def remember(request: Any) -> None:
