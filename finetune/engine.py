@@ -236,6 +236,9 @@ class Engine(Generator, Protocol[BatchT]):
     def shard_list(self, items: list) -> list:
         """This rank's share of the items."""
 
+    def call_before_exit(self, call: Callable[[int], object]) -> None:
+        """Has `call(exit code)` called before the engine itself ends this process, because a rank is lost."""
+
     # ---- state
 
     @property

@@ -215,15 +215,16 @@ class Targets:
         self.ties = bool(config.get("ensure_weight_tying"))
 
     def __contains__(self, module: str) -> bool:
-        if self.names_all or module in self.of_parameters:
+        if module in self.of_parameters:
             return True
         if self.layers is not None and module not in self.named.names:  # whole names are of any layer
             found = [at for block in self.blocks if (at := _fullmatch(block, module))]
             if not any(int(at[1]) in self.layers for at in found):
                 return False
-        if self.ties and not IN_BLOCK.search(module):  # embeddings, or the head that is tied to them
-            return True
-        return module in self.named and module not in self.excluded
+        if module in self.excluded:
+            return False
+        is_tied = self.ties and not IN_BLOCK.search(module)  # embeddings, or the head that is tied to them
+        return self.names_all or is_tied or module in self.named
 
 
 class _Names:

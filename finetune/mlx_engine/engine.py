@@ -681,6 +681,9 @@ class MLXEngine:
     def shard_list(self, items: list) -> list:
         return items[self.data_rank :: self.ranks.size]
 
+    def call_before_exit(self, call: Callable[[int], object]) -> None:
+        self.ranks.before_exit = call
+
     # ---- state: see mlx_engine/state.py
 
     def prepare_snapshot(self) -> None:

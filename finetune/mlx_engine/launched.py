@@ -5,8 +5,7 @@ from dataclasses import asdict, replace
 
 from finetune.distributed.env import RankEnv
 from finetune.distributed.launcher import received_end, send_plan
-from finetune.errors import RankLostError, first_line
-from finetune.mlx_engine.ranks import Ranks
+from finetune.mlx_engine.ranks import Ranks, ring_errors
 from finetune.model_files.files import find_model_of
 from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
@@ -28,9 +27,5 @@ def run_launched(run: Callable[..., TrainState], announced_plan: Callable[[], tu
             return end
         plan = RunPlan.deserialize(message["plan"])
         plan = replace(plan, files=find_model_of(asdict(plan.settings)))
-    try:
+    with ring_errors():
         return run(plan, env)
-    except RuntimeError as error:
-        if "[ring]" not in str(error) and "[distributed]" not in str(error):
-            raise
-        raise RankLostError(f"a rank stopped responding ({first_line(error)}). Rerun with --resume auto.") from error

@@ -3,14 +3,16 @@
 import contextlib
 import json
 import os
+import struct
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from finetune.errors import RankLostError
+from finetune.errors import RankLostError, first_line
 from finetune.system.threads import in_background
 
 
@@ -25,6 +27,8 @@ class Ranks:
             self.rank = group.rank()
             self.size = group.size()
         self.waiting_since: float | None = None
+        self.gathered = 0  # times
+        self.before_exit: Callable[[int], object] = lambda code: None
 
     @classmethod
     def of(cls, world_size: int) -> "Ranks":
@@ -32,15 +36,18 @@ class Ranks:
 
     @contextlib.contextmanager
     def waiting(self):
-        """Surrounds every evaluation that needs the other ranks."""
+        """Surrounds every evaluation that needs the other ranks. Raises RankLostError if one is gone."""
         self.waiting_since = time.monotonic()
         try:
-            yield
+            with ring_errors():
+                yield
         finally:
             self.waiting_since = None
 
     def watch(self, timeout_s: float, log_error: Callable[[object], None]) -> None:
-        """Ends this process, with exit code 69, if the others do not answer for `timeout_s`: a ring waits forever."""
+        """Ends this process, with exit code 69, if the others do not answer for `timeout_s`: a ring waits forever.
+        `before_exit` is called then.
+        """
 
         def look():
             while True:
@@ -49,6 +56,7 @@ class Ranks:
                 if since is not None and time.monotonic() - since > timeout_s:
                     lost = f"a rank did not answer for {timeout_s:.0f} s (--rank_timeout). Rerun with --resume auto."
                     log_error(RankLostError(lost))
+                    self.before_exit(RankLostError.exit_code)
                     os._exit(RankLostError.exit_code)
 
         in_background(look, wait_at_exit=False)
@@ -77,11 +85,25 @@ class Ranks:
         return np.array(self.gather(np.array(numbers, np.float32)), np.float64).sum(0).tolist()
 
     def gather(self, array: np.ndarray) -> list[np.ndarray]:
-        """Every rank's array, all of one shape, in rank order."""
+        """Every rank's array, all of one shape, in rank order. Raises RankLostError for what no rank sent: without an
+        error, a broken ring gives memory as it is.
+        """
         if self.size == 1:
             return [array]
+        self.gathered += 1
+        content = array.tobytes()
+        mine = np.frombuffer(self._mark(self.rank, content) + content, np.uint8)
         with self.waiting():
-            return list(np.array(mx.distributed.all_gather(mx.array(array)[None], group=self.group)))
+            found = np.array(mx.distributed.all_gather(mx.array(mine)[None], group=self.group))
+        parts = [bytes(part) for part in found]
+        length = len(mine) - len(content)
+        if any(part[:length] != self._mark(rank, part[length:]) for rank, part in enumerate(parts)):
+            raise RankLostError("a rank stopped responding. Rerun with --resume auto.")
+        return [np.frombuffer(part[length:], array.dtype).reshape(array.shape) for part in parts]
+
+    def _mark(self, rank: int, content: bytes) -> bytes:
+        """The beginning of a rank's bytes in this gathering, by which they are told from those of an earlier one."""
+        return struct.pack("<IQI", rank, self.gathered, zlib.crc32(content))
 
     def gather_object(self, value: Any) -> list:
         """Every rank's JSON value, in rank order."""
@@ -92,3 +114,14 @@ class Ranks:
         padded = np.zeros(max(sizes), np.uint8)
         padded[: len(text)] = text
         return [json.loads(bytes(a[:n])) for a, n in zip(self.gather(padded), sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def ring_errors() -> Iterator[None]:
+    """A context in which MLX's errors of a broken ring are RankLostErrors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "[ring]" not in str(error) and "[distributed]" not in str(error):
+            raise
+        raise RankLostError(f"a rank stopped responding ({first_line(error)}). Rerun with --resume auto.") from error

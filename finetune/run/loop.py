@@ -49,6 +49,7 @@ def begin(
     if plan.resume_from and plan.resume_from.is_outside:  # the bytes are those of another folder's log
         offset = None
     log.open(writer.root, state, offset, writer.run_id, other_rows=writer.other_rows)
+    engine.call_before_exit(log.failed)
     if resumed_from:
         log.saved(state.step, resumed_from)
     log.start(data, predicted)

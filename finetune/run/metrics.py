@@ -234,7 +234,7 @@ class Metrics:
         self.state = state
         self.left.begin(state)
         if self.watchdog:
-            self.watchdog.on_exit = lambda code: self._end("failed", code)
+            self.watchdog.on_exit = self.failed
 
     def _open_file(self, state: TrainState, offset: int | None, run_id: str, other_rows: bool) -> None:
         with storage(self.file):
@@ -538,6 +538,10 @@ class Metrics:
             return
         Progress.spoke()
         say(text, styled=styled, in_words=True)
+
+    def failed(self, code: int) -> None:
+        """Writes the end of a run whose process ends with this exit code."""
+        self._end("failed", code)
 
     def _end(self, status: str, code: int) -> None:
         wall_s = time.perf_counter() - self.began

@@ -1,6 +1,6 @@
 """Base of both torch engines: delegates collectives to the process groups, and state to its keeper."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,9 @@ class EngineBase:
         groups = self.groups
         dims = self.groups.dims
         return items[groups.data_rank * dims.cp + groups.coordinate("cp") :: dims.data_ranks * dims.cp]
+
+    def call_before_exit(self, call: Callable[[int], object]) -> None:
+        pass  # a watchdog ends it, see finetune.distributed.watchdog
 
     # ---- state
 

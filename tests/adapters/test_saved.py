@@ -98,6 +98,11 @@ def test_adapters_of_tied_ends_are_both_named_by_either():
     assert "model.layers.0.mlp.gate_proj" not in targets
 
 
+def test_excluded_modules_are_none_of_all_linear_layers():
+    targets = Targets(dict(target_modules="all-linear", exclude_modules=["down_proj"]))
+    assert "model.layers.0.mlp.up_proj" in targets and "model.layers.0.mlp.down_proj" not in targets
+
+
 def test_a_regex_that_is_none_is_a_line(tmp_path):
     folder = an_adapter(tmp_path / "a", ["model.layers.0.self_attn.q_proj"], target_modules="(")
     with pytest.raises(PlanError, match="is no regex"):
