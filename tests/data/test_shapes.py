@@ -264,6 +264,18 @@ LEARNED = {
     "an integer as answer": ({"a.jsonl": lines({"question": "2+3?", "answer": 5})}, [["5", END]], "qna", {}),
     "a boolean as answer": ({"a.jsonl": lines({"question": "So?", "answer": True})}, [["true", END]], "qna", {}),
     "tsv": ({"a.tsv": table(("question", "answer"), ("Hi, you?", "Yo."), separator="\t")}, [["Yo.", END]], "qna", {}),
+    "csv with semicolons and a comma in a name": (
+        {"a.csv": b'"question";"answer";"date, place"\n"Hi, you?";"Yo.";"1"\n'},
+        [["Yo.", END]],
+        "qna",
+        {},
+    ),
+    "csv with semicolons and a bare comma in a name": (
+        {"a.csv": b"question;answer;date, place\nHi?;Yo.;1\n"},
+        [["Yo.", END]],
+        "qna",
+        {},
+    ),
     "csv with semicolons": (
         {"a.csv": table(("question", "answer"), ("Hi, you?", "Yo."), separator=";")},
         [["Yo.", END]],

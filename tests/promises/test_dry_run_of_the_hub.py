@@ -113,6 +113,24 @@ def test_first_rows_of_every_kind_of_file(tiny_model, tmp_path, suffix):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["objects over lines", "array over lines", "table with lines in cells"])
+def test_first_rows_that_span_lines_are_read_and_counted(tiny_model, tmp_path, form):
+    (tmp_path / "rows").mkdir()
+    found = [{"prompt": f"What is {i}?\nSay it.", "completion": "It is\n" + "so " * 60} for i in range(3000)]
+    text, name = "\n".join(json.dumps(row, indent=2) for row in found), "train.jsonl"
+    if form == "array over lines":
+        text, name = json.dumps(found, indent=2), "train.json"
+    elif form == "table with lines in cells":
+        cells = "".join(f'"{row["prompt"]}","{row["completion"]}"\n' for row in found)
+        text, name = "prompt,completion\n" + cells, "train.csv"
+    (tmp_path / "rows" / name).write_text(text)
+    with hub.serve(datasets={"org/rows": tmp_path / "rows"}) as endpoint:
+        code, out, err = dry_run(endpoint, tmp_path, model_name=tiny_model, dataset="org/rows", max_steps=10)
+    assert code == 0, err + out
+    assert 2900 < int(re.search(r"its first rows of about ([\d,]+)", out)[1].replace(",", "")) < 3100, out
+
+
+@pytest.mark.slow
 def test_what_the_hub_does_not_have_is_one_line_and_without_a_hub_the_plan_is_as_before(tiny_model, tmp_path):
     with hub.serve(models={"org/tiny": tiny_model}) as endpoint:
         for flags, why in (

@@ -228,6 +228,16 @@ def test_a_parameter_of_experts_goes_on_beside_modules_that_are_excluded(rows_fi
     assert (after - before).abs().max() <= 1e-5 * before.abs().max()
 
 
+def test_linears_that_are_named_as_parameters_go_on(first, make_tokenizer, tmp_path):
+    """PEFT takes the linears of shared experts for experts: an adapter names their weights."""
+    tokenizer = make_tokenizer(tmp_path / "moe", bos=False)
+    tiny.build("qwen2_moe", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "moe")
+    fine_tune(**first(model=tmp_path / "moe", lora_target_modules="up_proj"), max_steps=1, lr=1e-30)
+    assert json.loads((tmp_path / "first" / "adapter_config.json").read_text())["target_parameters"]
+    before, after = (logits_of(tmp_path / "moe", tmp_path / name) for name in ("first", "second"))
+    assert torch.equal(before, after)
+
+
 @pytest.mark.slow
 def test_mlx_continues_the_same_adapter(first, tmp_path):
     pytest.importorskip("mlx_lm")

@@ -59,18 +59,32 @@ def _first(remote: RemoteFile, suffix: str, label: str) -> tuple[bytes, int | No
     start = remote.read_range(0, FIRST_BYTES)
     if len(start) == remote.size:
         return start, None
-    if suffix in LINES or (suffix == ".json" and start.lstrip().startswith(b"{") and b"}\n{" in start):
-        kept = _complete_lines(start, quotes=suffix in (".csv", ".tsv"))
-    elif suffix == ".json" and start.lstrip().startswith(b"["):
-        kept = _complete_entries(start)
-    elif remote.size <= SMALL_BYTES:
+    found = _complete(start, suffix)
+    if found is None and remote.size <= SMALL_BYTES:
         return remote.read_range(0, SMALL_BYTES), None
-    else:
+    if found is None:
         raise NotReadError(f"{label} is {remote.size / 2**20:,.0f} MiB of {suffix}, which has to be read in full")
+    kept, rows, length = found
     if not kept:
         raise NotReadError(f"{label} has no end of a row in its first {FIRST_BYTES >> 10} KiB")
-    rows = kept.count(b"\n")
-    return kept, round(rows * remote.size / len(kept))
+    return kept, round(rows * remote.size / length)
+
+
+def _complete(start: bytes, suffix: str) -> tuple[bytes, int, int] | None:
+    """(the complete rows at a file's start, their number, their bytes as they were); None where they are not found."""
+    is_json = suffix in (".json", ".jsonl", ".ndjson")
+    if is_json and start.startswith(b"{") and not _is_json(start.split(b"\n", 1)[0]):
+        found = _complete_objects(start)
+        if found[0]:
+            return found
+    if suffix in LINES or (suffix == ".json" and start.lstrip().startswith(b"{") and b"}\n{" in start):
+        is_table = suffix in (".csv", ".tsv")
+        kept = _complete_lines(start, quotes=is_table)
+        unquoted = kept.split(b'"')[::2] if is_table else [kept]
+        return kept, sum(part.count(b"\n") for part in unquoted), len(kept)
+    if suffix == ".json" and start.lstrip().startswith(b"["):
+        return _complete_entries(start)
+    return None
 
 
 def _complete_lines(start: bytes, quotes: bool) -> bytes:
@@ -81,22 +95,45 @@ def _complete_lines(start: bytes, quotes: bool) -> bytes:
     return start[:end]
 
 
-def _complete_entries(start: bytes) -> bytes:
-    """The complete entries at the start of a JSON array, one a line, as an array of their own."""
+def _is_json(line: bytes) -> bool:
+    """True for a line that is a value of its own."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _complete_objects(start: bytes) -> tuple[bytes, int, int]:
+    """(the complete JSON objects at the start, which span several lines each, their number, their bytes)."""
     text = start.decode("utf-8", "ignore")
+    found, at = _values(text, 0, " \t\r\n")
+    kept = text[:at].encode()
+    return (kept + b"\n" if found else b""), len(found), len(kept)
+
+
+def _complete_entries(start: bytes) -> tuple[bytes, int, int]:
+    """(the complete entries at the start of a JSON array, one a line, as an array of their own, their number, their bytes
+    as they were).
+    """
+    text = start.decode("utf-8", "ignore")
+    found, at = _values(text, text.index("[") + 1, " \t\r\n,")
+    if not found:
+        return b"", 0, 0
+    return ("[" + ",\n".join(map(json.dumps, found)) + "\n]").encode(), len(found), len(text[:at].encode())
+
+
+def _values(text: str, at: int, between: str) -> tuple[list, int]:
+    """(the complete JSON values from there on, the end of the last one). `between`: characters that separate them."""
     decoder = json.JSONDecoder()
     found = []
-    at = text.index("[") + 1
     while True:
-        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,"))
+        next_one = at + len(text[at:]) - len(text[at:].lstrip(between))
         try:
-            entry, at = decoder.raw_decode(text, at)
+            entry, at = decoder.raw_decode(text, next_one)
         except ValueError:
-            break
-        found.append(json.dumps(entry))
-    if found:
-        return ("[" + ",\n".join(found) + "\n]").encode()
-    return b""
+            return found, at
+        found.append(entry)
 
 
 def _of_parquet(remote: RemoteFile, label: str) -> tuple[bytes, int | None]:

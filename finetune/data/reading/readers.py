@@ -347,10 +347,11 @@ def _after_spaces(text: str, at: int) -> int:
 
 def _delimiter(path: Path) -> tuple[str, int]:
     """(delimiter of a table's columns, number of lines before its header): from Excel's first line sep=;, else the
-    first of comma, tab and semicolon in the header (.tsv: tab, comma).
+    first of comma, tab and semicolon in the header (.tsv: tab, comma), of several one that the next line has as often.
     """
     with open(path, "rb") as file:
         head = file.readline(MAX_LINE_BYTES)
+        following = file.readline(MAX_LINE_BYTES)
     said = EXCEL_SEPARATOR.fullmatch(head.removeprefix(codecs.BOM_UTF8))
     if said:
         return said[1].decode("latin-1"), 1
@@ -358,7 +359,9 @@ def _delimiter(path: Path) -> tuple[str, int]:
         marks = [b"\t", b","]
     else:
         marks = [b",", b"\t", b";"]
-    return next((mark for mark in marks if mark in head), marks[0]).decode(), 0
+    head, following = (b"".join(line.split(b'"')[::2]) for line in (head, following))  # without what is quoted
+    found = [mark for mark in marks if mark in head] or marks[:1]
+    return next((mark for mark in found if head.count(mark) == following.count(mark)), found[0]).decode(), 0
 
 
 def text_lines(

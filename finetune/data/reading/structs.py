@@ -50,7 +50,7 @@ def _named(value: Any, feature: Any):
         if 0 <= value < len(names):
             return str(names[value])
         return None
-    inner = feature.get("feature")
+    inner = feature.get("feature") if isinstance(feature.get("_type"), str) else None  # or a field of this name
     if inner is not None and isinstance(value, list):
         return [_named(part, inner) for part in value]
     if isinstance(value, dict):  # a Sequence of a dict is a dict of lists

@@ -88,9 +88,12 @@ def test_numbers_of_classes_are_read_as_their_names(tmp_path):
     datasets = pytest.importorskip("datasets")
     label = datasets.ClassLabel(names=["bad", "good"])
     features = datasets.Features({"text": datasets.Value("string"), "label": label, "tags": [label]})
+    features["of"] = {"feature": label}  # a field of the name that a list's type has
     rows = [{"text": "a", "label": 1, "tags": [0, 1]}, {"text": "b", "label": 0, "tags": []}]
+    rows = [row | {"of": {"feature": 0}} for row in rows]
     dataset = datasets.Dataset.from_list(rows, features=features)
     named = [{"text": "a", "label": "good", "tags": ["bad", "good"]}, {"text": "b", "label": "bad", "tags": []}]
+    named = [row | {"of": {"feature": "bad"}} for row in named]
     dataset.to_parquet(str(tmp_path / "a.parquet"))
     dataset.save_to_disk(tmp_path / "saved")
     for name in ("a.parquet", "saved"):
