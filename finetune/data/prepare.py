@@ -333,6 +333,8 @@ def load_data(
         if plan.validation_split and "validation" not in raw_datasets:
             rows, held_out = train.split(plan.validation_split, plan.seed)
             names = [part.name for part in train.parts]
+            if plan.validation_split * train.num_rows < 1:
+                say(f"  note: --validation_split: 1 of {train.num_rows} rows is held out, as one at least is")
             train, validation = train.select(rows), train.select(held_out)
             for name in (name for name in names if name not in {part.name for part in train.parts}):
                 say(f"  note: --validation_split: all rows of {name} are held out, and none is trained on")

@@ -47,6 +47,7 @@ def _evaluates(asked: Asked) -> bool:
     return bool(asked.validation_dataset or asked.validation_split or asked.score_dataset)
 
 
+OF_PROFILES = ("wait_steps", "profiler_warmup_steps", "active_steps", "repeat", "profiling_frequency", "export_trace")
 EVALUATES = "rows that are held out (--validation_split, --validation_dataset) or scored (--score_dataset)"
 # Flags that a run reads only beside another, in words, and whether it does.
 READ_BESIDE: tuple[tuple[tuple[str, ...], str, Callable[[Asked], object]], ...] = (
@@ -59,7 +60,8 @@ READ_BESIDE: tuple[tuple[tuple[str, ...], str, Callable[[Asked], object]], ...] 
     (("cosine_min_lr_ratio",), "--lr_scheduler cosine", lambda asked: asked.lr_scheduler.startswith("cosine")),
     (("grad_norm",), "--apply_gradient_clipping true", lambda asked: asked.apply_gradient_clipping),
     (("pp_schedule",), "--pp_degree", lambda asked: asked.pp_degree > 1),
-    (("keep_last",), "--save_model true", lambda asked: asked.save_model),
+    (("keep_last", "async_save"), "--save_model true", lambda asked: asked.save_model),
+    (OF_PROFILES, "--profile", lambda asked: asked.profile),
 )
 
 

@@ -172,6 +172,7 @@ def test_a_function_of_the_plan_takes_typed_arguments_and_no_dict_of_settings(st
         (dict(score_samples=8, score_metric="contains"), "--score_dataset", dict(score_dataset="dummy")),
         (dict(shuffle_buffer=8), "--streaming", dict(streaming=True, max_steps=8)),
         (dict(image_root="/tmp", allow_urls=True), "rows that show images", None),
+        (dict(wait_steps=3, repeat=2, export_trace=False), "--profile", dict(profile=True)),
         (dict(project_name="p", group="g"), "a tracker in --log_to", dict(log_to="csv")),
         (dict(eval_every=2, eval_samples=8, score_max_new_tokens=9), EVALUATES, dict(validation_split=0.5)),
     ],
@@ -190,6 +191,7 @@ def test_a_flag_that_nothing_reads_in_this_run_is_a_line(flags, beside, other):
         (dict(cosine_min_lr_ratio=0.5), dict(lr_scheduler="linear"), "--lr_scheduler cosine"),
         (dict(grad_norm=0.5), dict(apply_gradient_clipping=False), "--apply_gradient_clipping true"),
         (dict(keep_last=9), dict(save_model=False), "--save_model true"),
+        (dict(async_save="true"), dict(save_model=False), "--save_model true"),
         (dict(pp_schedule="gpipe"), dict(), "--pp_degree"),
     ],
 )

@@ -84,3 +84,12 @@ def test_an_evaluation_whose_answers_a_signal_ends_is_taken_again(flags, rows_fi
     evaluated = [event["step"] for event in read_events(folder, "eval")]
     assert evaluated == [0, 2, 4]
     assert [line["step"] for line in samples.read(folder)] == [0, 0, 2, 2, 4, 4]
+
+
+def test_a_split_of_less_than_a_row_holds_one_out_and_says_so(plain_run, tmp_path, capsys):
+    rows = tmp_path / "few.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}?", "completion": "yes"}) + "\n" for i in range(2)))
+    line = "note: --validation_split: 1 of 2 rows is held out, as one at least is"
+    for fraction in (0.1, 0.5):
+        plain_run(dataset=str(rows), validation_split=fraction, max_steps=1, overwrite=True)
+        assert (line in capsys.readouterr().out) == (fraction == 0.1)
