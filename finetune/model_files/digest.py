@@ -60,11 +60,17 @@ def check_blob(path: Path, digest: str | None = None) -> None:
     if re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != (digest or file_digest(path)):
         kind = "sha256"
     if re.fullmatch("[0-9a-f]{40}", blob.name) and blob.stat().st_size <= LARGEST_BY_SHA1:
-        content = blob.read_bytes()
-        if blob.name not in (hashlib.sha1(begin + content).hexdigest() for begin in (b"blob %d\0" % len(content), b"")):
+        if not is_blob(blob.read_bytes(), blob.name):
             kind = "sha1"
     if kind:
         raise PlanError(f"{path}: is not the file that the Hub has (its {kind} differs). {remedy_of(path)}")
+
+
+def is_blob(content: bytes, name: str) -> bool:
+    """True if a name is the sha256 of a content, or its sha1 as Git has it, or without the header as some mirrors do."""
+    if len(name) == 64:
+        return name == hashlib.sha256(content).hexdigest()
+    return name in (hashlib.sha1(begin + content).hexdigest() for begin in (b"blob %d\0" % len(content), b""))
 
 
 def sampled_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:

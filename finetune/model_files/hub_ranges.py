@@ -14,6 +14,7 @@ from typing import Any
 from finetune.errors import PlanError
 from finetune.model_files.config_values import shown
 from finetune.model_files.files import GENERATION, INDEX, MAX_JSON_BYTES, WEIGHTS, ModelFiles, index_shards, read_folder
+from finetune.model_files.digest import is_blob
 from finetune.model_files.hub import (
     answer_in_time,
     endpoint,
@@ -51,6 +52,7 @@ class RemoteFile(io.RawIOBase):
         self.url = url
         self.at = 0
         self.moved = 0
+        self.digest = ""  # by which the Hub names the content
         self._size: int | None = None
 
     def read_range(self, first: int, length: int) -> bytes:
@@ -68,6 +70,9 @@ class RemoteFile(io.RawIOBase):
             if response.status_code == 416:  # nothing from there on
                 return b""
             hf_raise_for_status(response)
+            named = response.headers.get("etag", "").removeprefix("W/").strip('"')
+            if not response.history and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", named):  # another server names it as it likes
+                self.digest = named
             whole = response.status_code == 200  # a server that knows no ranges sends all: the rest is left
             total = re.search(r"/(\d{1,18})$", response.headers.get("Content-Range", ""))
             if total:
@@ -216,7 +221,10 @@ def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: 
         for name in texts:
             remote = RemoteFile(repo_id, name, commit)
             (made / name).parent.mkdir(parents=True, exist_ok=True)
-            (made / name).write_bytes(remote.read_range(0, MAX_JSON_BYTES + 1))
+            content = remote.read_range(0, MAX_JSON_BYTES + 1)
+            if remote.digest and len(content) <= MAX_JSON_BYTES and not is_blob(content, remote.digest):
+                raise PlanError(f"{said}: {name} is not the file that {endpoint()} names (its digest differs). Try again.")
+            (made / name).write_bytes(content)
             moved += remote.moved
         for name in names:
             if "/" not in name and Path(name).suffix in PLACEHOLDERS:

@@ -119,6 +119,15 @@ def test_a_file_that_one_look_misses_takes_no_time_away():
     assert hub.in_time(lambda: time.sleep(2.5) or 7, received=lambda: next(looks), limit_s=60) == 7
 
 
+def test_a_look_at_another_file_than_the_hub_names_is_a_line_and_not_kept(endpoint):
+    """As a proxy sends it, or a mirror that is behind."""
+    ANSWERS["config.json"] = lambda content: content.replace(b"1e-06", b"1e-01")
+    assert "config.json is not the file that" in refused(lambda: model_on_paper("org/tiny", None))
+    ANSWERS.clear()
+    files, _ = model_on_paper("org/tiny", None)
+    assert files.config["rms_norm_eps"] == 1e-6
+
+
 @pytest.mark.parametrize("answer", [b"null", b"[]", b"7", b'{"sha": 5, "siblings": [{"rfilename": null}]}', b"<html>"])
 def test_an_answer_that_no_hub_gives_is_one_line(endpoint, answer):
     ANSWERS["/api/"] = answer
