@@ -14,7 +14,7 @@ from finetune.system.patterns import Pattern
 
 # What has several points is a version or an address; a sign after a letter or a digit is a dash.
 NUMBER = re.compile(
-    r"(?P<dotted>\d+(?:\.\d+){2,})|(?:(?<![\w.)])[-+])?"
+    r"(?P<dotted>[-+]?\d+(?:\.\d+){2,})|(?:(?<![\w.)])[-+])?"
     r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|[1-9]\d?(?:,\d\d)+,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+(?!\w))?"
 )
 BEFORE_CURRENCY = re.compile(r"(?<![\w.)])-(\\?[$\u20ac\u00a3\u00a5\u20b9])(?=[\d.])")  # -$5
@@ -22,7 +22,7 @@ MINUS = "\u2212"  # as typeset text has it
 GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 1'000: between the groups of a number
 # Numbers with both marks, which are read by the last one: 1,234.50 and 1.234,50.
 COMMAS_FIRST = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+\.\d+(?![.,]?\d)")
-POINTS_FIRST = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3})+,\d+(?![.,]?\d)")
+POINTS_FIRST = re.compile(r"(?<![\d.,(\[])[1-9]\d{0,2}(?:\.\d{3})+,\d+(?![.,]?\d|\s*[)\]])")
 SPACED = re.compile(r"(?<!\d)\d{1,3}(?: \d{3})+(?!\d)")
 POINTED = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:\.\d{3})+(?!\d)")
 # A last number that is written as no other notation has it: 1 000 000, 3,5, 1234,567, 1.234,50 or 1 234,5; no pair in
@@ -180,10 +180,10 @@ def _plain(text: str) -> str:
 
 def _in_points(text: str, local: re.Match | None) -> str:
     """The plain text, its numbers as 1000000.5 where they are written as the local one is."""
-    text = COMMAS_FIRST.sub(lambda number: number[0].replace(",", ""), text)
     text = POINTS_FIRST.sub(lambda number: number[0].replace(".", "").replace(",", "."), text)
     if local is None:
         return text
+    text = COMMAS_FIRST.sub(lambda number: number[0].replace(",", ""), text)
     if local["spaces"]:
         text = SPACED.sub(lambda groups: groups[0].replace(" ", ""), text)
     if "," in local["number"]:
@@ -208,7 +208,7 @@ def _same_number(answer: str, expected: str) -> bool:
     wanted = _numbers(_in_points(expected, local))
     if _are_same(found[-1:], wanted[-1:]):
         return True
-    parts = _numbers(local["number"]) if local and not local["points"] else []
+    parts = _numbers(local["number"]) if local and local["number"].count(".") < 2 else []
     return _are_same(found[-len(parts) :], parts)
 
 
