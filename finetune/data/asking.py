@@ -23,7 +23,9 @@ ASKS = {
 OF_FORMATS = frozenset(
     name for fmt in FORMATS.values() for names in (*fmt.required.values(), *fmt.optional.values()) for name in names
 )
-READ = OF_FORMATS | set(EXPECTED)
+# Columns of rows that ask, but choices: what others hold may be a function's.
+ASKING = [fields for word in (*ASKS, "chat") for fields in (FORMATS[word].required, FORMATS[word].optional)]
+READ = {*EXPECTED, *(n for fields in ASKING for field, names in fields.items() if field != "choices" for n in names)}
 
 
 class AskingRow(dict):

@@ -142,6 +142,9 @@ FIELDS = (*dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.requ
 ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task", "input")
 # Those beside a conversation or a text, which is itself the task of some.
 ASKED_BESIDE = ("instruction", "prompt", "question", "query", "input", "message", "user_message", "user_input")
+PROMPT_OF_PAIR = re.compile(
+    r"((user|human)_)?(problem|post|message|task|prompt|question|query|instruction|request|input|utterance)s?(_text)?"
+)
 ASKS_OF_PAIRS = {"prompt", "question", "context", "messages"}  # fields
 # Columns beside a question that hold one of its choices, two of them at least.
 CHOICE = re.compile(r"(options?|choices?|opt|op|ending|candidate|alternative|distractor)_?([a-h]|\d)|[a-h]")
@@ -747,10 +750,10 @@ class RowReader:
             hint = f" (--columns question={name},answer=text asks it)" if schema.format == "text" else ""
             return None if _is_said(value, _said(row, schema)) else "may be a part of the prompt" + hint
         if schema.format == "preference" and not ASKS_OF_PAIRS & schema.columns.keys():
-            texts = [row.get(column) for column in schema.columns["chosen"]] + [value]
-            is_long = all(isinstance(text, str) for text in texts) and len(str(value).split()) >= WORDS
-            if is_long and is_content(name) and not _is_said(value, _said(row, schema)):
-                return f"may be the prompt (--columns prompt={name} asks it)"
+            if PROMPT_OF_PAIR.fullmatch(name) and isinstance(value, str) and len(value.split()) >= WORDS:
+                pair = [row.get(column) for n in ("chosen", "rejected") for column in schema.columns[n]]
+                if not _begin_alike(pair) and not _is_said(value, _said(row, schema)):
+                    return f"may be the prompt (--columns prompt={name} asks it)"
             return None
         asked = ASKED.get(schema.format)
         used = schema.columns.get(asked, ()) if asked else ()
@@ -759,6 +762,13 @@ class RowReader:
         said = " ".join(str(row.get(column)) for columns in schema.columns.values() for column in columns)
         question = str(row.get(used[0])).strip()
         return None if has_words(said, value) or question in value else "may be a part of the question"
+
+
+def _begin_alike(pair: list) -> bool:
+    """True for texts that begin with the same words, which are their prompt then; and for what is no text."""
+    if not all(isinstance(text, str) for text in pair):
+        return True
+    return len({tuple(text.split()[:WORDS]) for text in pair}) == 1
 
 
 def _meaning_of_named(column: str, row: dict, schema: Schema) -> str | None:

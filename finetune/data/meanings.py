@@ -83,13 +83,6 @@ MEANS_LIKE = (
     (re.compile(r"(.*_)?(tool|function)_calls?"), CALLS),
     (re.compile(r"(tool|function)_(result|output|response)s?|observations?"), "holds what tools gave"),
     (re.compile(r"(turn|assistant|loss|response|label|train)_masks?|(loss|train|mask)_(span|range|turn)s?"), OF_TURNS),
-    (
-        re.compile(
-            r"(train|train(able|ed)|learn(able|ed)?|masked|skip(ped)?|ignored?|excluded?|bad|good)_(turn|message)s"
-            r"|(turn|message)_(loss(es)?|weights?)|(last|final)_turn_only|only_(last|final)_turn"
-        ),
-        OF_TURNS,
-    ),
     (re.compile(r"(image|audio|video)_(url|path|file|data|bytes|base64)s?|(inline|file)_data"), NOT_TEXT),
     (re.compile(r"(loss|sample|row|example|instance|importance)_weights?"), WEIGHS),
     (re.compile(r"(loss|completion|assistant|answer|response|target)_masks?"), "may say which tokens are learned"),
@@ -158,9 +151,15 @@ PART_OF_PROMPT = re.compile(
     r"|code(_before)?|error_message|hints?|constraints?|persona|few_?shot(_examples)?|instructions?|developer(_message)?"
     r"|prefix|suffix|retrieved|task_definition"
 )
-# Words of names of a turn's fields that say whether it is learned, and those that turn them round.
-OF_LOSS = {"loss", "train", "trained", "trainable", "training", "learn", "learned", "supervised", "mask", "masked"}
-NOT_LEARNED = {"no", "not", "without", "ignore", "ignored", "skip", "exclude", "mask", "masked"}
+# A turn's fields that say whether it is learned, or how much, and those that say the contrary.
+OF_LOSS = re.compile(r"(.*_)?(loss(_(scale|weight))?|train(ed|able|ing)?|train_on(_turn)?|supervised?|learn(ed)?)|need_train_.*")
+NOT_LEARNED = re.compile(r"(is_)?masked|(no|not|without|ignore|skip)_(loss|train(ed|ing)?|learn(ed)?)")
+# Columns of a row that say it of its turns.
+OF_WEIGHTS = re.compile(r"(turn|message)_(loss(es)?|weights?)")
+TURNS_LEFT_OUT = re.compile(
+    r"(train(able|ed)?|learn(able|ed)?|masked|skip(ped)?|ignored?|excluded?|bad|good)_(turn|message)s"
+    r"|(last|final)_turn_only|only_(last|final)_turn"
+)
 OF_ORIGIN = {"original", "raw", "seed", "source", "initial"}  # words of names of what a text was made from
 # Words of names whose text is an answer's thoughts.
 OF_THOUGHTS = {"reasoning", "thinking", "thought", "thoughts", "rationale", "cot", "scratchpad", "monologue"}
@@ -287,7 +286,7 @@ def meaning_in(name: str, value: Any, what: str, said: Callable[[], str] = str) 
     if plain == "labels" and isinstance(value, bool | int):  # of one answer, or of the better one
         meaning = MEANS["label"]
     words = {*plain.split("_"), *re.split(r"[\s_-]+", name.casefold())}  # CoT is one word too
-    if what == "turn" and _may_be_left_out(plain, value):
+    if what == "row" and _leaves_turns_out(plain, value):
         meaning = OF_TURNS
     if meaning is None and holds_image(plain, value):
         meaning = NOT_TEXT
@@ -300,14 +299,28 @@ def meaning_in(name: str, value: Any, what: str, said: Callable[[], str] = str) 
     return meaning or _meaning_within(value, what)
 
 
-def _may_be_left_out(name: str, value: Any) -> bool:
-    """True for a turn's field, by its plain name, whose value may say that the turn is not learned, or how much."""
-    words = set(name.split("_"))
-    if not (OF_LOSS & words and isinstance(value, bool | int | float)):
+def is_left_out(name: str, value: Any) -> bool:
+    """True for a field of an assistant's turn, by its plain name, whose value says that the turn is not learned, or how
+    much of it.
+    """
+    if isinstance(value, str):
+        value = {"true": 1, "false": 0, "1": 1, "0": 0}.get(value.strip().casefold())
+    if not isinstance(value, bool | int | float):
         return False
-    if NOT_LEARNED & words:
-        return value != 0
-    return value == 0 or (value != 1 and bool({"scale", "weight"} & words))
+    if NOT_LEARNED.fullmatch(name):
+        return value is True or value == 1
+    if not OF_LOSS.fullmatch(name):
+        return False
+    return value != 1 if name.endswith(("scale", "weight")) else isinstance(value, int) and value == 0
+
+
+def _leaves_turns_out(name: str, value: Any) -> bool:
+    """True for a row's column, by its plain name, that says which of its turns are learned; numbers may be counts."""
+    if OF_WEIGHTS.fullmatch(name):
+        return isinstance(value, list) and any(part != 1 for part in value)
+    if not TURNS_LEFT_OUT.fullmatch(name):
+        return False
+    return value is True or isinstance(value, list) or str(value).strip().casefold() == "true"
 
 
 def _meaning_of_thoughts(value: Any, said: Callable[[], str]) -> str | None:

@@ -17,6 +17,7 @@ from finetune.data.blocks import OF_INTERFACES, ROLES, joined_thoughts, plain_sc
 from finetune.data.columns import LEARNED, Row
 from finetune.data.meanings import (
     IN_CONVERSATION,
+    is_left_out,
     is_nothing,
     meaning_in,
     meaning_of,
@@ -517,7 +518,7 @@ def _check_unread(name: str, message: dict, where: str) -> None:
         return
     meaning = None
     said = "\n".join(texts_in([message.get(other) for other in (*ANY_TEMPLATE, "tool_calls", *REASONING)]))
-    if plain in MASKS:
+    if plain in MASKS or (message["role"] == "assistant" and is_left_out(plain, value)):
         meaning = "may say which turns are learned, as train does"
     elif plain in TURN_PARTS:
         meaning = None if _are_content(value, message["content"]) else "holds parts of the turn"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from finetune.data.blocks import ROLES
 from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import question_text
 from finetune.data.meanings import are_said, texts_in
@@ -65,6 +66,7 @@ def pair_of(row: Row) -> tuple[Row, Row]:
         raise PlanError(
             f"{row.source}: one of chosen and rejected is text, the other a list of messages. Write both alike."
         )
+    prompt = _without_answer(row, prompt, (chosen, rejected))
     if chosen == rejected:
         raise PlanError(f"{row.source}: chosen and rejected are equal, so neither is preferred. Remove the row.")
     asked = "prompt" if prompt is not None else "question" if row.get("question") is not None else None
@@ -144,6 +146,25 @@ def _message_list(row: Row, name: str) -> Any:
     if isinstance(value, dict):
         return [value]
     return value
+
+
+def _without_answer(row: Row, prompt: Any, answers: Sequence) -> Any:
+    """The prompt, of a conversation that ends with one of the answers the messages before it."""
+    last = prompt[-1] if isinstance(prompt, list) and len(prompt) > 1 else None
+    if not isinstance(last, dict) or ROLES.get(str(last.get("role", last.get("from"))).casefold()) != "assistant":
+        return prompt
+    said = [answer[0] if isinstance(answer, list) and len(answer) == 1 else answer for answer in answers]
+    texts = [_text_of(answer) for answer in said]
+    if _text_of(last) is None or _text_of(last) not in texts:
+        return prompt
+    row.note("a prompt ends with one of the answers, which is left off it")
+    return prompt[:-1]
+
+
+def _text_of(answer: Any) -> str | None:
+    """The text of an answer or a message, if it is one text."""
+    text = answer.get("content", answer.get("value")) if isinstance(answer, dict) else answer
+    return text.strip() if isinstance(text, str) else None
 
 
 def _question(row: Row, asked: str, name: str) -> Row:

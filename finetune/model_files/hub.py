@@ -202,6 +202,7 @@ def in_time(
 
     if limit_s is None:
         limit_s = ANSWER_S
+    callers = hub_connections.present()
     answer = in_background(ask, wait_at_exit=False)
     began = time.monotonic()
     left = limit_s
@@ -215,7 +216,7 @@ def in_time(
         here += grown
         left = min(limit_s, left + grown / SLOWEST_RATE - (waited - before))
         if left <= 0:
-            hub_connections.give_up(answer)
+            hub_connections.give_up(answer, callers)
             raise HTTPError(f"timed out: no whole answer in {waited:.0f} s")
         wait([answer], min(left, 1.0))
     return answer.result()

@@ -11,18 +11,23 @@ from typing import Any
 
 ENDS_WITHIN_S = 10.0  # huggingface_hub asks again after a second
 
-_streams: weakref.WeakSet[Any] = weakref.WeakSet()  # of httpcore
+_streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # {of httpcore: thread that connected it}
 _asking: weakref.WeakSet[Any] = weakref.WeakSet()
 _given_up: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def present() -> set[int | None]:
+    """The threads that are here. Those of `start_thread`, for which nothing waits, may share one object: they are none."""
+    return {thread.ident for thread in threading.enumerate() if type(thread).__name__ != "_DummyThread"}
 
 
 def remember(request: Any) -> None:
     """Keeps the connection of a request to the Hub in mind, and its thread. Raises HTTPError in one that was given up."""
     from huggingface_hub.errors import HTTPError
 
-    here = next((thread for thread in threading.enumerate() if thread.ident == threading.get_ident()), None)
-    # Threads of `start_thread`, for which nothing waits, may share one object.
-    if here is not None and type(here).__name__ != "_DummyThread":
+    number = threading.get_ident()
+    here = next((thread for thread in threading.enumerate() if thread.ident == number), None)
+    if here is not None and number in present():
         if here in _given_up:
             raise HTTPError("given up")
         _asking.add(here)
@@ -30,16 +35,17 @@ def remember(request: Any) -> None:
 
 
 def _connected(event: str, info: dict) -> None:
-    stream = info.get("return_value")
     if event.endswith(("connect_tcp.complete", "connect_unix_socket.complete", "start_tls.complete")):
-        _streams.add(stream)
+        _streams[info["return_value"]] = threading.get_ident()
 
 
-def give_up(answer: Future) -> None:
-    """Closes the connections, and waits for the threads that ask by them."""
-    threads = [thread for thread in _asking if thread.is_alive() and thread is not threading.main_thread()]
+def give_up(answer: Future, callers: set[int | None]) -> None:
+    """Closes the connections, and waits for the threads that ask by them. `callers`: threads that were `present` before,
+    whose requests go on.
+    """
+    threads = [thread for thread in _asking if thread.is_alive() and thread.ident not in callers]
     _given_up.update(threads)
-    for stream in list(_streams):
+    for stream in [stream for stream, thread in _streams.items() if thread not in callers]:
         with contextlib.suppress(OSError):  # one that is closed
             stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
     if threads:

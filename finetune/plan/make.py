@@ -12,7 +12,7 @@ import numpy as np
 from finetune.adapters.continued import SavedAdapter, read_saved
 from finetune.adapters.heads import HeadRecord
 from finetune.adapters.patterns import LEAF, PREFIX
-from finetune.adapters.saved import open_adapter
+from finetune.adapters.saved import IN_BLOCK, open_adapter
 from finetune.adapters.targets import named_targets, regex_of
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.checkpoint.store import check_not_removed
@@ -300,7 +300,8 @@ def check_ends(adapter: SavedAdapter, shape: ModelShape | None) -> None:
     if shape is None or not shape.tied:
         return
     _, tensors = open_adapter(adapter.folder)
-    ends = [name for name, found in tensors.shapes.items() if not LEAF.search(name) and shape.is_of_vocabulary(found)]
+    outer = {name: found for name, found in tensors.shapes.items() if not (LEAF.search(name) or IN_BLOCK.search(name))}
+    ends = [name for name, found in outer.items() if shape.is_of_vocabulary(found)]
     if ends and not (len(ends) > 1 and np.array_equal(*(tensors[name] for name in ends[:2]))):
         names = " and ".join(end.removeprefix(PREFIX) for end in ends)
         raise PlanError(

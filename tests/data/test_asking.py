@@ -30,6 +30,12 @@ def test_columns_are_read_in_any_case():
     assert list(found.notices.counts) == [
         f"column {name!r} is not asked: reward functions alone see it" for name in ("Level", "Solution", "Question")
     ]
+    (row,) = asking(
+        RawDataset([{"question": "c", "answer": "e", "Label": 1, "Options": ["e"]}], ["0"], ("question",), (), "", "rows", 0),
+        {},
+        only_known=True,
+    ).rows
+    assert row == {"question": "c", "answer": "e"}  # the others are a function's
     raw = RawDataset([{"Frage": "2?"}], ["0"], ("Frage",), (), "", "rows", 0)
     (row,) = asking(raw, {"question": "frage"}, only_known=True).rows
     assert row == {"frage": "2?", "answer": STANDS_FOR_ANSWER}

@@ -525,6 +525,7 @@ def test_what_is_beside_a_nested_column_is_judged_as_a_column(tmp_path, chat_tok
         ({"output_with_loss": False}, "field 'output_with_loss' may say which turns are learned"),
         ({"need_train_in_this_round": False}, "'need_train_in_this_round' may say which turns are learned"),
         ({"is_masked": True}, "field 'is_masked' may say which turns are learned"),
+        ({"trained": "false"}, "field 'trained' may say which turns are learned"),
         ({"refusal": "No."}, "field 'refusal' holds a text that its content does not have"),
         ({"value": "Ho."}, "field 'value' holds a text"),
         ({"inner_voice": "They want to be greeted."}, "field 'inner_voice' holds a text"),
@@ -549,8 +550,19 @@ def test_a_turn_its_parts_and_its_calls_are_judged_alike(fields, said, tmp_path,
 
 
 def test_fields_that_say_that_a_turn_is_learned_are_a_line(tmp_path, chat_tokenizer):
-    for fields in ({"loss_scale": 1}, {"no_loss": False}, {"is_masked": False}, {"with_loss": True}, {"nll_loss": 2.5}):
+    for fields in (
+        {"loss_scale": 1},
+        {"no_loss": False},
+        {"is_masked": "false"},
+        {"with_loss": True},
+        {"nll_loss": 0.0},
+        {"training_step": 0, "mask_id": 7, "not_masked": True, "unsupervised": True},
+    ):
         assert read(tmp_path, chat_tokenizer, answered(**fields)).num_rows == 1
+    asked = {"role": "user", "content": "Hi", "trained": False, "loss_scale": 0, "is_masked": True}
+    row = {"messages": [asked, {"role": "assistant", "content": "Yo", "trained": True, "loss_scale": 1}]}
+    more = {"last_turn_only": False, "bad_turns": 2, "turn_weights": [1, 1], "turn_loss": 0.7}
+    assert read(tmp_path, chat_tokenizer, row | more).num_rows == 1
 
 
 def test_a_number_for_each_turn_or_token_is_refused(tmp_path, plain_tokenizer, chat_tokenizer):

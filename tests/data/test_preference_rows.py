@@ -379,6 +379,15 @@ def test_what_is_beside_a_pair_is_judged_as_beside_a_question(row, more, said, t
     assert read(tmp_path, plain_tokenizer, [row | beside], options).num_rows == 1
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])
+@pytest.mark.parametrize("answers", [("Hi.", "No."), (HI, NO), ([HI], [NO])])
+def test_an_answer_at_the_end_of_its_prompt_is_left_off_it(column, answers, tmp_path, chat_tokenizer):
+    row = {column: [HELLO, HI]} | dict(zip(("chosen", "rejected"), answers, strict=True))
+    dataset = read(tmp_path, chat_tokenizer, [row])
+    assert shown(dataset, chat_tokenizer) == [TURN.format("Hello") + f"⟦{text}<|im_end|>⟧" for text in ("Hi.", "No.")]
+    assert dataset.noted["a prompt ends with one of the answers, which is left off it"] == 1
+
+
 @pytest.mark.parametrize("options", [PAIRS, LABELS])
 def test_messages_beside_a_prompt_are_said_elsewhere_or_refused(options, tmp_path, chat_tokenizer):
     answers = {"chosen": "Hi.", "rejected": "No."} if options is PAIRS else {"completion": "Hi.", "label": True}
@@ -392,7 +401,9 @@ def test_a_text_beside_a_pair_without_a_prompt_may_be_it(tmp_path, plain_tokeniz
     pair = {"chosen": "A: good yes.", "rejected": "A: good yet."}
     with pytest.raises(PlanError, match=r"column 'problem' may be the prompt \(--columns prompt=problem asks it\)"):
         read(tmp_path, plain_tokenizer, [pair | {"problem": "Is it good or bad?"}])
-    for more in ({"problem": "good"}, {"topic": "A: good yes."}, {"prompt": "Q", "problem": "Is it good or bad?"}):
+    alike = {"chosen": "Human: Is it so? Assistant: Yes.", "rejected": "Human: Is it so? Assistant: No."}
+    assert len(read(tmp_path, plain_tokenizer, [alike | {"problem": "Is it good or bad?"}])) == 2
+    for more in ({"problem": "good"}, {"topic": "A: good yes."}, {"comment": "It is of no use."}, {"prompt": "Q", "problem": "Is it good or bad?"}):
         assert len(read(tmp_path, plain_tokenizer, [pair | more])) == 2
 
 

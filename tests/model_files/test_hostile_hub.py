@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 import train
@@ -104,6 +105,30 @@ def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch,
         assert time.monotonic() - began < 10
         waited_for_at_exit = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
         assert not waited_for_at_exit
+
+
+def test_requests_of_the_caller_s_threads_go_on_where_an_answer_is_given_up(endpoint, monkeypatch):
+    monkeypatch.setattr(hub, "DOWNLOAD_S", 1.5)
+    monkeypatch.setattr(hub, "SLOWEST_RATE", 10**9)
+    DRIPS[:] = ["/org/tiny/resolve"]
+    failed: list[Exception] = []
+    ended = threading.Event()
+
+    def ask():
+        while not ended.wait(0.02):
+            try:
+                HfApi(endpoint=endpoint).model_info("org/other")
+            except HTTPError as error:
+                failed.append(error)
+
+    callers = threading.Thread(target=ask)
+    callers.start()
+    try:
+        assert "timed out: no whole answer in" in refused(lambda: hub_folder("org/tiny", None, "--model_name"))
+    finally:
+        ended.set()
+        callers.join()
+    assert not failed
 
 
 def test_a_download_that_stops_after_a_fast_beginning_has_the_same_end(monkeypatch):

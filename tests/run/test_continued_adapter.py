@@ -489,6 +489,14 @@ def test_an_adapter_without_the_module_that_it_names_is_refused(first, tmp_path)
         fine_tune(**flags, max_steps=1)
 
 
+def test_modules_of_the_size_of_a_vocabulary_go_on(first, tmp_path):
+    tiny.train_tokenizer(tmp_path / "base", bos=False)
+    tiny.build("llama_tied", vocab_size=512, intermediate_size=1024).save_pretrained(tmp_path / "base")
+    fine_tune(**first(model=tmp_path / "base", modules_to_save="mlp"), max_steps=1, lr=1e-30)
+    before, after = (logits_of(tmp_path / "base", tmp_path / name) for name in ("first", "second"))
+    assert torch.equal(before, after)
+
+
 @pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
 def test_ends_that_peft_trained_apart_are_merged_and_not_continued(modules, rows_file, tmp_path):
     """The base has one weight for both, and so has what would go on from it."""

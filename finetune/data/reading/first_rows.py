@@ -1,5 +1,6 @@
 """The first rows of a file on the Hub, by range requests, as a file of the same kind here: what a dry run reads."""
 
+import codecs
 import itertools
 import json
 from pathlib import Path
@@ -72,6 +73,7 @@ def _first(remote: RemoteFile, suffix: str, label: str) -> tuple[bytes, int | No
 
 def _complete(start: bytes, suffix: str) -> tuple[bytes, int, int] | None:
     """(the complete rows at a file's start, their number, their bytes as they were); None where they are not found."""
+    start = start.removeprefix(codecs.BOM_UTF8)
     is_json = suffix in (".json", ".jsonl", ".ndjson")
     if is_json and start.startswith(b"{") and not _is_json(start.split(b"\n", 1)[0]):
         found = _complete_objects(start)

@@ -359,6 +359,8 @@ def _delimiter(path: Path) -> tuple[str, int]:
         marks = [b"\t", b","]
     else:
         marks = [b",", b"\t", b";"]
+    if following.count(b'"') % 2:  # a row of several lines
+        following = head
     head, following = (b"".join(line.split(b'"')[::2]) for line in (head, following))  # without what is quoted
     found = [mark for mark in marks if mark in head] or marks[:1]
     return next((mark for mark in found if head.count(mark) == following.count(mark)), found[0]).decode(), 0
