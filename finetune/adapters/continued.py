@@ -112,7 +112,8 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
 def _targets(config: dict, tensors: Iterable[str]) -> str:
     """The adapted layers, named as shortly as the config does."""
     named = config.get("target_modules")
-    parameters = [name.removesuffix(".weight") for name in config.get("target_parameters") or ()]  # linears are named so
+    # Linears are named so beside experts.
+    parameters = [name.removesuffix(".weight") for name in config.get("target_parameters") or ()]
     if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         named = None  # fewer layers than these words say
     if isinstance(named, str) and not parameters:

@@ -107,7 +107,7 @@ class SavedTensors(FloatTensors):
 
 
 def copies_in(names: Collection[str]) -> list[str]:
-    """The names under which PEFT saves modules once more, as it does with embeddings of another size than the base's."""
+    """The names under which PEFT saves modules once more, as with embeddings of another size than the base's."""
     return [name for name in names if COPY.search(name) and COPY.sub(".", name) in names]
 
 

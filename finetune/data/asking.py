@@ -5,7 +5,7 @@ answer, so that every format can be read.
 from dataclasses import replace
 
 from finetune.data.blocks import ROLES
-from finetune.data.columns import FORMATS, Notices
+from finetune.data.columns import FORMATS, Format, Notices
 from finetune.data.meanings import is_nothing
 from finetune.data.reading.rows import RawDataset
 from finetune.errors import PlanError
@@ -18,14 +18,6 @@ ASKS = {
     "alpaca": ("instruction", "output"),
     "qna": ("question", "answer"),
 }
-
-
-OF_FORMATS = frozenset(
-    name for fmt in FORMATS.values() for names in (*fmt.required.values(), *fmt.optional.values()) for name in names
-)
-# Columns of rows that ask, but choices: what others hold may be a function's.
-ASKING = [fields for word in (*ASKS, "chat") for fields in (FORMATS[word].required, FORMATS[word].optional)]
-READ = {*EXPECTED, *(n for fields in ASKING for field, names in fields.items() if field != "choices" for n in names)}
 
 
 class AskingRow(dict):
@@ -51,16 +43,16 @@ def asking(
     missing = None
     if may_lack:
         missing = STANDS_FOR_ANSWER
-    rows = [_asking(_named(row, columns), columns, missing) for row in raw.rows]
+    rows = [_asking(row, columns, missing) for row in raw.rows]
     notices = raw.notices
     if only_known:
-        known = {*columns.values(), *OF_FORMATS, *kept}
+        known = {*columns.values(), *(name for fmt in FORMATS.values() for names in _names(fmt) for name in names)}
+        known.update(kept)
         notices = Notices()
         notices.update(raw.notices.counts, raw.notices.first, raw.notices.examples)
         for row, source in zip(raw.rows, raw.sources, strict=True):
-            for name, own in zip(row, _named(row, columns), strict=True):
-                if own not in known and not is_nothing(row[name]):
-                    notices.add(f"column {name!r} is not asked: reward functions alone see it", source)
+            for name in (n for n in row if n not in known and not is_nothing(row[n])):
+                notices.add(f"column {name!r} is not asked: reward functions alone see it", source)
         rows = [row if row.keys() <= known else {n: v for n, v in row.items() if n in known} for row in rows]
     rows = [_changed(row, whole) for row, whole in zip(rows, raw.rows, strict=True)]
     found = dict.fromkeys(name for row in rows for name in row)
@@ -79,7 +71,7 @@ def answered(row: dict, columns: dict[str, str], answer: str) -> dict:
     """The row with `answer` in the place of its own. Raises PlanError for a row of another format than those of ASKS
     and chat.
     """
-    row = _asking(_named(row, columns), columns, STANDS_FOR_ANSWER)
+    row = _asking(row, columns, STANDS_FOR_ANSWER)
     for name in (columns.get("messages", "messages"), *FORMATS["chat"].required["messages"]):
         messages = row.get(name)
         if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
@@ -108,17 +100,8 @@ def is_missing(answer: str) -> bool:
     return answer.strip() in ("", STANDS_FOR_ANSWER)
 
 
-def _named(row: dict, columns: dict[str, str]) -> dict:
-    """The row, with the columns that are read by their names as these are written: formats read them in any case."""
-    names = dict(zip(map(str.casefold, columns.values()), columns.values(), strict=True))
-    found = {}
-    for name in row:
-        plain = str(name).strip().casefold()
-        own = names.get(plain, plain if plain in READ else name)
-        found[name] = name if own in row else own
-    if tuple(found.values()) == tuple(row) or len(set(found.values())) < len(row):
-        return row
-    return {found[name]: value for name, value in row.items()}
+def _names(fmt: Format) -> list[tuple[str, ...]]:
+    return [*fmt.required.values(), *fmt.optional.values()]
 
 
 def _asking(row: dict, columns: dict[str, str], missing: str | None) -> dict:

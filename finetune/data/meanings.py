@@ -151,9 +151,11 @@ PART_OF_PROMPT = re.compile(
     r"|code(_before)?|error_message|hints?|constraints?|persona|few_?shot(_examples)?|instructions?|developer(_message)?"
     r"|prefix|suffix|retrieved|task_definition"
 )
-# A turn's fields that say whether it is learned, or how much, and those that say the contrary.
-OF_LOSS = re.compile(r"(.*_)?(loss(_(scale|weight))?|train(ed|able|ing)?|train_on(_turn)?|supervised?|learn(ed)?)|need_train_.*")
-NOT_LEARNED = re.compile(r"(is_)?masked|(no|not|without|ignore|skip)_(loss|train(ed|ing)?|learn(ed)?)")
+# A turn's fields by which programs say that it is learned, or how much, and those by which they say that it is not.
+LEARNED_BY = {"loss_scale", "loss_weight", "with_loss", "output_with_loss", "compute_loss", "in_loss", "do_train"}
+LEARNED_BY |= {"trained", "train_on", "train_on_turn", "need_train", "need_train_in_this_round", "supervised"}
+LEFT_OUT_BY = {"is_masked", "loss_masked", "mask_loss", "no_loss", "ignore_loss", "skip_loss", "disable_loss"}
+LEFT_OUT_BY |= {"exclude_from_loss", "ignore_in_training", "not_trained", "is_not_trained", "not_trainable"}
 # Columns of a row that say it of its turns.
 OF_WEIGHTS = re.compile(r"(turn|message)_(loss(es)?|weights?)")
 TURNS_LEFT_OUT = re.compile(
@@ -303,15 +305,13 @@ def is_left_out(name: str, value: Any) -> bool:
     """True for a field of an assistant's turn, by its plain name, whose value says that the turn is not learned, or how
     much of it.
     """
-    if isinstance(value, str):
-        value = {"true": 1, "false": 0, "1": 1, "0": 0}.get(value.strip().casefold())
-    if not isinstance(value, bool | int | float):
+    word = str(value).strip().casefold()
+    if name in LEFT_OUT_BY:
+        return word in ("true", "yes", "1", "1.0")
+    if name not in LEARNED_BY:
         return False
-    if NOT_LEARNED.fullmatch(name):
-        return value is True or value == 1
-    if not OF_LOSS.fullmatch(name):
-        return False
-    return value != 1 if name.endswith(("scale", "weight")) else isinstance(value, int) and value == 0
+    says_so = word in ("true", "yes", "1", "1.0", "none", "")
+    return not says_so if name.endswith(("scale", "weight")) else word in ("false", "no", "0", "0.0")
 
 
 def _leaves_turns_out(name: str, value: Any) -> bool:

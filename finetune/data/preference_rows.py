@@ -9,7 +9,7 @@ from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import question_text
 from finetune.data.meanings import are_said, texts_in
 from finetune.errors import PlanError
-from finetune.system.json_files import json_kind
+from finetune.system.json_files import json_in_cell, json_kind
 
 ANSWERS = ("chosen", "rejected", "completion")
 TRUE = ("true", "1")
@@ -114,24 +114,50 @@ def _count_unused(row: Row, used: set) -> None:
 
 def _is_said(row: Row, name: str, others: set) -> bool:
     """True if these other fields and the answers have the texts of a field."""
-    said = [row.get(other) for other in {*others, *ANSWERS}]
-    return are_said(texts_in(row.get(name), leaves=True), "\n".join(texts_in(said)))
+    said = [value for other, value in row.values.items() if other in others or other in ANSWERS]
+    value = _messages_of(row) if name == "messages" else row.get(name)
+    return are_said(texts_in(value, leaves=True), "\n".join(texts_in(said)))
+
+
+def _messages_of(row: Row) -> Any:
+    """The messages beside a prompt, of a cell that has them as JSON too. Raises PlanError."""
+    value = row.get("messages")
+    if isinstance(value, str):
+        value = json_in_cell(value, f"{row.source}: field {row.columns['messages']!r}")
+    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        return value["messages"]
+    return value
 
 
 def with_prompt(row: Row) -> Row:
-    """The row with its input, or with messages that its answers do not have, as the prompt if it has no other, as
-    OpenAI's preference rows and LLaMA-Factory's have it.
+    """The row with its input as the prompt if that holds messages, or with the messages beside its answers, if it has
+    no other, as OpenAI's preference rows and LLaMA-Factory's have it.
     """
     if row.get("prompt") is not None:
         return row
     if isinstance(row.get("context"), dict | list):
         moved = {"context": "prompt"}
-    elif row.get("question") is None and isinstance(row.get("messages"), list) and not _is_said(row, "messages", set()):
+    elif row.get("question") is None and _asks_in_messages(row):
         moved = {"messages": "prompt"}
+        row = replace(row, values=row.values | {"messages": _messages_of(row)})
     else:
         return row
     values, columns = ({moved.get(k, k): v for k, v in of.items()} for of in (row.values, row.columns))
     return replace(row, values=values, columns=columns)
+
+
+def _asks_in_messages(row: Row) -> bool:
+    """True if a pair's messages are its prompt: not beside conversations that have them, or texts with a prompt."""
+    messages = _messages_of(row)
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if not isinstance(messages, list) or not messages:
+        return False
+    if isinstance(chosen, str) and isinstance(rejected, str):  # "Human: ... Assistant: ..." in both
+        asked = _text_of(messages[-1]) or ""
+        return chosen[: _common_length(chosen, rejected)].find(asked) <= 0
+    if any(isinstance(answer, list) and len(answer) > 1 for answer in (chosen, rejected)):
+        return not _is_said(row, "messages", set())
+    return True
 
 
 def _message_list(row: Row, name: str) -> Any:
@@ -155,7 +181,7 @@ def _without_answer(row: Row, prompt: Any, answers: Sequence) -> Any:
         return prompt
     said = [answer[0] if isinstance(answer, list) and len(answer) == 1 else answer for answer in answers]
     texts = [_text_of(answer) for answer in said]
-    if _text_of(last) is None or _text_of(last) not in texts:
+    if not _text_of(last) or _text_of(last) not in texts or last.keys() - {"role", "from", "content", "value"}:
         return prompt
     row.note("a prompt ends with one of the answers, which is left off it")
     return prompt[:-1]

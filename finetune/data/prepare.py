@@ -179,7 +179,7 @@ def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions, may_lack: boo
         return raw
     kept = {} if options.images is None else image_columns({str(n).strip().casefold(): n for n in raw.columns})
     by_functions = plan.reward.by_functions
-    return asking(raw, options.columns, only_known=by_functions, may_lack=may_lack, kept=tuple(kept.values()))
+    return asking(raw, options.columns, only_known=by_functions, may_lack=may_lack, kept=tuple(kept))
 
 
 def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:

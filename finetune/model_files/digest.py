@@ -67,7 +67,7 @@ def check_blob(path: Path, digest: str | None = None) -> None:
 
 
 def is_blob(content: bytes, name: str) -> bool:
-    """True if a name is the sha256 of a content, or its sha1 as Git has it, or without the header as some mirrors do."""
+    """True if a name is a content's sha256, or its sha1 as Git has it, or as some mirrors have it: without a header."""
     if len(name) == 64:
         return name == hashlib.sha256(content).hexdigest()
     return name in (hashlib.sha1(begin + content).hexdigest() for begin in (b"blob %d\0" % len(content), b""))

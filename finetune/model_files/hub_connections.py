@@ -11,18 +11,19 @@ from typing import Any
 
 ENDS_WITHIN_S = 10.0  # huggingface_hub asks again after a second
 
-_streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # {of httpcore: thread that connected it}
+_streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # {httpcore's: thread that made it}
 _asking: weakref.WeakSet[Any] = weakref.WeakSet()
 _given_up: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def present() -> set[int | None]:
-    """The threads that are here. Those of `start_thread`, for which nothing waits, may share one object: they are none."""
+    """The threads that are here, without those of `start_thread`: nothing waits for these."""
+    # They may share one object.
     return {thread.ident for thread in threading.enumerate() if type(thread).__name__ != "_DummyThread"}
 
 
 def remember(request: Any) -> None:
-    """Keeps the connection of a request to the Hub in mind, and its thread. Raises HTTPError in one that was given up."""
+    """Keeps the connection of a request to the Hub in mind, and its thread. Raises HTTPError in a given-up one."""
     from huggingface_hub.errors import HTTPError
 
     number = threading.get_ident()
@@ -40,8 +41,8 @@ def _connected(event: str, info: dict) -> None:
 
 
 def give_up(answer: Future, callers: set[int | None]) -> None:
-    """Closes the connections, and waits for the threads that ask by them. `callers`: threads that were `present` before,
-    whose requests go on.
+    """Closes the connections, and waits for the threads that ask by them. `callers`: threads that were `present`
+    before, whose requests go on.
     """
     threads = [thread for thread in _asking if thread.is_alive() and thread.ident not in callers]
     _given_up.update(threads)

@@ -13,8 +13,8 @@ from typing import Any
 
 from finetune.errors import PlanError
 from finetune.model_files.config_values import shown
-from finetune.model_files.files import GENERATION, INDEX, MAX_JSON_BYTES, WEIGHTS, ModelFiles, index_shards, read_folder
 from finetune.model_files.digest import is_blob
+from finetune.model_files.files import GENERATION, INDEX, MAX_JSON_BYTES, WEIGHTS, ModelFiles, index_shards, read_folder
 from finetune.model_files.hub import (
     answer_in_time,
     endpoint,
@@ -71,7 +71,8 @@ class RemoteFile(io.RawIOBase):
                 return b""
             hf_raise_for_status(response)
             named = response.headers.get("etag", "").removeprefix("W/").strip('"')
-            if not response.history and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", named):  # another server names it as it likes
+            # A server to which it is passed on has names of its own.
+            if not response.history and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", named):
                 self.digest = named
             whole = response.status_code == 200  # a server that knows no ranges sends all: the rest is left
             total = re.search(r"/(\d{1,18})$", response.headers.get("Content-Range", ""))
@@ -223,7 +224,8 @@ def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: 
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             content = remote.read_range(0, MAX_JSON_BYTES + 1)
             if remote.digest and len(content) <= MAX_JSON_BYTES and not is_blob(content, remote.digest):
-                raise PlanError(f"{said}: {name} is not the file that {endpoint()} names (its digest differs). Try again.")
+                fact = f"{name} is not the file that {endpoint()} names (its digest differs)"
+                raise PlanError(f"{said}: {fact}. Try again.")
             (made / name).write_bytes(content)
             moved += remote.moved
         for name in names:

@@ -20,9 +20,8 @@ NUMBER = re.compile(
 BEFORE_CURRENCY = re.compile(r"(?<![\w.)])-(\\?[$\u20ac\u00a3\u00a5\u20b9])(?=[\d.])")  # -$5
 MINUS = "\u2212"  # as typeset text has it
 GROUPED = re.compile("(?<=\\d)[\u00a0\u202f\u2009'\u2019](?=\\d{3}(?!\\d))")  # 1'000: between the groups of a number
-# Numbers with both marks, which are read by the last one: 1,234.50 and 1.234,50.
+# A number with both marks, which is read by the last one: 1,234.50.
 COMMAS_FIRST = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+\.\d+(?![.,]?\d)")
-POINTS_FIRST = re.compile(r"(?<![\d.,(\[])[1-9]\d{0,2}(?:\.\d{3})+,\d+(?![.,]?\d|\s*[)\]])")
 SPACED = re.compile(r"(?<!\d)\d{1,3}(?: \d{3})+(?!\d)")
 POINTED = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:\.\d{3})+(?!\d)")
 # A last number that is written as no other notation has it: 1 000 000, 3,5, 1234,567, 1.234,50 or 1 234,5; no pair in
@@ -180,7 +179,6 @@ def _plain(text: str) -> str:
 
 def _in_points(text: str, local: re.Match | None) -> str:
     """The plain text, its numbers as 1000000.5 where they are written as the local one is."""
-    text = POINTS_FIRST.sub(lambda number: number[0].replace(".", "").replace(",", "."), text)
     if local is None:
         return text
     text = COMMAS_FIRST.sub(lambda number: number[0].replace(",", ""), text)

@@ -296,13 +296,13 @@ def check_fit(adapter: SavedAdapter, shape: ModelShape | None) -> None:
 
 
 def check_ends(adapter: SavedAdapter, shape: ModelShape | None) -> None:
-    """Raises PlanError for other embeddings than the head of a base that has one weight for both, as PEFT trains them."""
+    """Raises PlanError for other embeddings than the head, as PEFT trains them, of a base that has one weight."""
     if shape is None or not shape.tied:
         return
     _, tensors = open_adapter(adapter.folder)
     outer = {name: found for name, found in tensors.shapes.items() if not (LEAF.search(name) or IN_BLOCK.search(name))}
     ends = [name for name, found in outer.items() if shape.is_of_vocabulary(found)]
-    if ends and not (len(ends) > 1 and np.array_equal(*(tensors[name] for name in ends[:2]))):
+    if ends and not (len(ends) > 1 and np.array_equal(tensors[ends[0]], tensors[ends[1]])):
         names = " and ".join(end.removeprefix(PREFIX) for end in ends)
         raise PlanError(
             f"--adapter {adapter.folder}: its {names} trained apart, and this base has one weight for embeddings and "

@@ -526,6 +526,9 @@ def test_what_is_beside_a_nested_column_is_judged_as_a_column(tmp_path, chat_tok
         ({"need_train_in_this_round": False}, "'need_train_in_this_round' may say which turns are learned"),
         ({"is_masked": True}, "field 'is_masked' may say which turns are learned"),
         ({"trained": "false"}, "field 'trained' may say which turns are learned"),
+        ({"loss_scale": "0.5"}, "field 'loss_scale' may say which turns are learned"),
+        ({"with_loss": 0.0}, "field 'with_loss' may say which turns are learned"),
+        ({"exclude_from_loss": True}, "field 'exclude_from_loss' may say which turns are learned"),
         ({"refusal": "No."}, "field 'refusal' holds a text that its content does not have"),
         ({"value": "Ho."}, "field 'value' holds a text"),
         ({"inner_voice": "They want to be greeted."}, "field 'inner_voice' holds a text"),
@@ -556,7 +559,7 @@ def test_fields_that_say_that_a_turn_is_learned_are_a_line(tmp_path, chat_tokeni
         {"is_masked": "false"},
         {"with_loss": True},
         {"nll_loss": 0.0},
-        {"training_step": 0, "mask_id": 7, "not_masked": True, "unsupervised": True},
+        {"training_step": 0, "mask_id": 7, "not_masked": True, "mask_loss": False, "not_trainable": False},
     ):
         assert read(tmp_path, chat_tokenizer, answered(**fields)).num_rows == 1
     asked = {"role": "user", "content": "Hi", "trained": False, "loss_scale": 0, "is_masked": True}

@@ -1,5 +1,7 @@
 """Preference rows: pairs of two documents, and answers with a label, of which the answers are targets."""
 
+import json
+
 import pytest
 
 from finetune.data.collate import microbatches
@@ -379,6 +381,37 @@ def test_what_is_beside_a_pair_is_judged_as_beside_a_question(row, more, said, t
     assert read(tmp_path, plain_tokenizer, [row | beside], options).num_rows == 1
 
 
+ASKED_IN_MESSAGES = {
+    "whose words an answer has": ([HELLO], "Hello. How are you?", "Hello! No."),
+    "whose answers begin alike": ([HELLO], "It is a kind of lamp.", "It is a kind of tree."),
+    "in a cell": (json.dumps([HELLO]), "Hi.", "No."),
+    "in an object": ({"messages": [HELLO]}, "Hi.", "No."),
+}
+
+
+@pytest.mark.parametrize("name", ASKED_IN_MESSAGES)
+def test_messages_beside_a_pair_are_its_prompt(name, tmp_path, chat_tokenizer):
+    messages, *texts = ASKED_IN_MESSAGES[name]
+    wanted = [TURN.format("Hello") + f"⟦{text}<|im_end|>⟧" for text in texts]
+    for answers in (texts, [{"role": "assistant", "content": text} for text in texts]):
+        row = {"messages": messages} | dict(zip(("chosen", "rejected"), answers, strict=True))
+        assert shown(read(tmp_path, chat_tokenizer, [row]), chat_tokenizer) == wanted
+
+
+def test_texts_with_a_prompt_of_their_own_are_not_asked_twice(tmp_path, chat_tokenizer):
+    start = "Human: Hello, lamp?\n\nAssistant: "
+    row = {
+        "chosen": f"{start}Hi.",
+        "rejected": f"{start}No.",
+        "messages": [{"role": "user", "content": "Hello, lamp?"}],
+    }
+    said = shown(read(tmp_path, chat_tokenizer, [row]), chat_tokenizer)
+    assert [text.count("Hello, lamp?") for text in said] == [1, 1] and "im_start" not in said[0]
+    more = [{"role": "system", "content": "Be a kind helper."}, *row["messages"]]
+    with pytest.raises(PlanError, match="column 'messages' may be a part of the prompt"):
+        read(tmp_path, chat_tokenizer, [row | {"messages": more}])
+
+
 @pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])
 @pytest.mark.parametrize("answers", [("Hi.", "No."), (HI, NO), ([HI], [NO])])
 def test_an_answer_at_the_end_of_its_prompt_is_left_off_it(column, answers, tmp_path, chat_tokenizer):
@@ -403,7 +436,12 @@ def test_a_text_beside_a_pair_without_a_prompt_may_be_it(tmp_path, plain_tokeniz
         read(tmp_path, plain_tokenizer, [pair | {"problem": "Is it good or bad?"}])
     alike = {"chosen": "Human: Is it so? Assistant: Yes.", "rejected": "Human: Is it so? Assistant: No."}
     assert len(read(tmp_path, plain_tokenizer, [alike | {"problem": "Is it good or bad?"}])) == 2
-    for more in ({"problem": "good"}, {"topic": "A: good yes."}, {"comment": "It is of no use."}, {"prompt": "Q", "problem": "Is it good or bad?"}):
+    for more in (
+        {"problem": "good"},
+        {"topic": "A: good yes."},
+        {"comment": "It is of no use."},
+        {"prompt": "Q", "problem": "Is it good or bad?"},
+    ):
         assert len(read(tmp_path, plain_tokenizer, [pair | more])) == 2
 
 

@@ -103,8 +103,8 @@ def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch,
         began = time.monotonic()
         assert "timed out: no whole answer in" in refused(ask), part
         assert time.monotonic() - began < 10
-        waited_for_at_exit = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
-        assert not waited_for_at_exit
+        pools = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+        assert not pools, "the end of the process would wait for these"
 
 
 def test_requests_of_the_caller_s_threads_go_on_where_an_answer_is_given_up(endpoint, monkeypatch):

@@ -113,7 +113,9 @@ def test_first_rows_of_every_kind_of_file(tiny_model, tmp_path, suffix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["objects over lines", "after a mark", "array over lines", "table with lines in cells"])
+@pytest.mark.parametrize(
+    "form", ["objects over lines", "after a mark", "array over lines", "table with lines in cells"]
+)
 def test_first_rows_that_span_lines_are_read_and_counted(tiny_model, tmp_path, form):
     (tmp_path / "rows").mkdir()
     found = [{"prompt": f"What is {i}?\nSay it.", "completion": "It is\n" + "so " * 60} for i in range(3000)]

@@ -115,8 +115,8 @@ def _complete_objects(start: bytes) -> tuple[bytes, int, int]:
 
 
 def _complete_entries(start: bytes) -> tuple[bytes, int, int]:
-    """(the complete entries at the start of a JSON array, one a line, as an array of their own, their number, their bytes
-    as they were).
+    """(the complete entries at the start of a JSON array, one a line, as an array of their own, their number, their
+    bytes as they were).
     """
     text = start.decode("utf-8", "ignore")
     found, at = _values(text, text.index("[") + 1, " \t\r\n,")
@@ -128,7 +128,7 @@ def _complete_entries(start: bytes) -> tuple[bytes, int, int]:
 def _values(text: str, at: int, between: str) -> tuple[list, int]:
     """(the complete JSON values from there on, the end of the last one). `between`: characters that separate them."""
     decoder = json.JSONDecoder()
-    found = []
+    found: list = []
     while True:
         next_one = at + len(text[at:]) - len(text[at:].lstrip(between))
         try:
