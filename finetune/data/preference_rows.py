@@ -150,11 +150,13 @@ def _asks_in_messages(row: Row) -> bool:
     """True if a pair's messages are its prompt: not beside conversations that have them, or texts with a prompt."""
     messages = _messages_of(row)
     chosen, rejected = row.get("chosen"), row.get("rejected")
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return False
+    asked = [message for message in messages if not _is_assistant(message)]
+    if not asked or (asked[-1] is not messages[-1] and not _is_one_of(messages[-1], (chosen, rejected))):
         return False
     if isinstance(chosen, str) and isinstance(rejected, str):  # "Human: ... Assistant: ..." in both
-        asked = _text_of(messages[-1]) or ""
-        return chosen[: _common_length(chosen, rejected)].find(asked) <= 0
+        return chosen[: _common_length(chosen, rejected)].find(_text_of(asked[-1]) or "") <= 0
     if any(isinstance(answer, list) and len(answer) > 1 for answer in (chosen, rejected)):
         return not _is_said(row, "messages", set())
     return True
@@ -177,14 +179,21 @@ def _message_list(row: Row, name: str) -> Any:
 def _without_answer(row: Row, prompt: Any, answers: Sequence) -> Any:
     """The prompt, of a conversation that ends with one of the answers the messages before it."""
     last = prompt[-1] if isinstance(prompt, list) and len(prompt) > 1 else None
-    if not isinstance(last, dict) or ROLES.get(str(last.get("role", last.get("from"))).casefold()) != "assistant":
-        return prompt
-    said = [answer[0] if isinstance(answer, list) and len(answer) == 1 else answer for answer in answers]
-    texts = [_text_of(answer) for answer in said]
-    if not _text_of(last) or _text_of(last) not in texts or last.keys() - {"role", "from", "content", "value"}:
+    if not isinstance(last, dict) or not _is_assistant(last) or not _is_one_of(last, answers):
         return prompt
     row.note("a prompt ends with one of the answers, which is left off it")
     return prompt[:-1]
+
+
+def _is_assistant(message: dict) -> bool:
+    return ROLES.get(str(message.get("role", message.get("from"))).casefold()) == "assistant"
+
+
+def _is_one_of(message: dict, answers: Sequence) -> bool:
+    """True for a message that is a text and no more, which one of the answers has."""
+    said = [answer[0] if isinstance(answer, list) and len(answer) == 1 else answer for answer in answers]
+    text = _text_of(message)
+    return bool(text) and text in map(_text_of, said) and not message.keys() - {"role", "from", "content", "value"}
 
 
 def _text_of(answer: Any) -> str | None:

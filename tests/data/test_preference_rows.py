@@ -407,6 +407,8 @@ def test_texts_with_a_prompt_of_their_own_are_not_asked_twice(tmp_path, chat_tok
     }
     said = shown(read(tmp_path, chat_tokenizer, [row]), chat_tokenizer)
     assert [text.count("Hello, lamp?") for text in said] == [1, 1] and "im_start" not in said[0]
+    whole = row | {"messages": [*row["messages"], HI]}
+    assert "im_start" not in shown(read(tmp_path, chat_tokenizer, [whole]), chat_tokenizer)[0]
     more = [{"role": "system", "content": "Be a kind helper."}, *row["messages"]]
     with pytest.raises(PlanError, match="column 'messages' may be a part of the prompt"):
         read(tmp_path, chat_tokenizer, [row | {"messages": more}])
