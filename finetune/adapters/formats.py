@@ -14,13 +14,13 @@ from finetune import safetensors_io
 from finetune.adapters.config import PEFT_VERSION
 from finetune.adapters.patterns import parameter_of, scaling_of
 from finetune.adapters.saved import CONFIG, MLX_LM_FILE
+from finetune.adapters.targets import ROUTERS
 from finetune.errors import PlanError
 
 PREFIX = "base_model.model."
 LEAVES = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
 # Where mlx-lm keeps the experts that transformers 5 holds as mlp.experts.
 EXPERTS = {"mixtral": "block_sparse_moe.switch_mlp", "qwen3_moe": "mlp.switch_mlp", "qwen2_moe": "mlp.switch_mlp"}
-ROUTERS = ("gate", "router")
 LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
 NOT_CONVERTED = {"modules_to_save": "full modules", "fan_in_fan_out": "transposed layers"}
 

@@ -89,7 +89,8 @@ class Patterns:
     def of(self, module: str) -> tuple[int, float]:
         """(rank, scale) of a layer, as PEFT's get_pattern_key finds them."""
         name = parameter_of(module, self.parameters)
-        rank, alpha = self._first(self.ranks, name, self.rank), self._first(self.alphas, name, self.alpha)
+        rank = self._first(self.ranks, name, self.rank)
+        alpha = self._first(self.alphas, name, self.alpha)
         return rank, scaling_of(rank, float(alpha), self.rslora)
 
     def _first(self, pattern: dict, name: str, default: float):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from finetune.adapters.patterns import LEAF, PREFIX, Patterns, Uniform
+from finetune.adapters.targets import layer_of
 from finetune.errors import PlanError
 from finetune.model_files.entries import check_entries
 from finetune.model_files.published import verified
@@ -51,7 +52,6 @@ UNREAD = {
     "monteclora_config": "samples its weights",
     "velora_config": "compresses its activations",
 }
-IN_BLOCK = re.compile(r"\.\d+\.")
 EXPERTS = "experts"  # the module whose parameters PEFT names without it
 COPY = re.compile(r"\.(modules_to_save|original_module)\.(?=\w+$)")  # of a module: as it trains, and as it was
 MAGNITUDE = "lora_magnitude_vector"
@@ -223,7 +223,7 @@ class Targets:
                 return False
         if module in self.excluded:
             return False
-        is_tied = self.ties and not IN_BLOCK.search(module)  # embeddings, or the head that is tied to them
+        is_tied = self.ties and layer_of(module) is None  # embeddings, or the head that is tied to them
         return self.names_all or is_tied or module in self.named
 
 

@@ -12,6 +12,8 @@ from finetune.system.patterns import Pattern, ended_in_time
 # What PEFT reads as experts of transformers 4, in models whose experts transformers 5 fuses.
 PEFT_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 
+ROUTERS = frozenset({"gate", "router"})  # last words of their names
+
 
 def default_targets(linears: list[str]) -> list[str]:
     """The query and value projections. Raises PlanError if the model's are not known."""

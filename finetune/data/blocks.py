@@ -24,6 +24,11 @@ ROLES = {
 }
 
 
+def is_assistant(message: dict) -> bool:
+    """True for a message that is the assistant's, under any of its names."""
+    return ROLES.get(str(message.get("role", message.get("from"))).casefold()) == "assistant"
+
+
 class RowOfParts(Protocol):
     """The interface of a row that blocks need, see columns.Row."""
 

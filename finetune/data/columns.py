@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from finetune.data.blocks import ROLES
+from finetune.data.blocks import ROLES, is_assistant
 from finetune.data.images.references import ImageOptions, ImageReference
 from finetune.data.images.rows import IMAGE_FIELD, IMAGE_NAMES, PAIRS_OF_TURNS, Reading, image_columns, with_marks
 from finetune.data.likely_columns import (
@@ -865,13 +865,9 @@ def _said_in_answer(row: dict, schema: Schema) -> str:
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
         value = value["messages"]
     if isinstance(value, list):
-        spoken = [part for part in value if isinstance(part, dict) and ROLES.get(_role(part)) == "assistant"]
+        spoken = [part for part in value if isinstance(part, dict) and is_assistant(part)]
         value = spoken[-1:] or value[-1:]
     return "\n".join(texts_in(value))
-
-
-def _role(message: dict) -> str:
-    return str(message.get("role", message.get("from"))).casefold()
 
 
 def _is_said(value: Any, said: str) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from finetune.data.blocks import ROLES
+from finetune.data.blocks import is_assistant
 from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import question_text
 from finetune.data.meanings import are_said, texts_in
@@ -120,12 +120,10 @@ def _is_said(row: Row, name: str, others: set) -> bool:
 
 
 def _messages_of(row: Row) -> Any:
-    """The messages beside a prompt, of a cell that has them as JSON too. Raises PlanError."""
+    """The messages beside a prompt, or the object that holds them; of a cell as JSON has them. Raises PlanError."""
     value = row.get("messages")
     if isinstance(value, str):
-        value = json_in_cell(value, f"{row.source}: field {row.columns['messages']!r}")
-    if isinstance(value, dict) and isinstance(value.get("messages"), list):
-        return value["messages"]
+        return json_in_cell(value, f"{row.source}: field {row.columns['messages']!r}")
     return value
 
 
@@ -149,10 +147,13 @@ def with_prompt(row: Row) -> Row:
 def _asks_in_messages(row: Row) -> bool:
     """True if a pair's messages are its prompt: not beside conversations that have them, or texts with a prompt."""
     messages = _messages_of(row)
-    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if isinstance(messages, dict):
+        messages = messages.get("messages")
+    chosen = row.get("chosen")
+    rejected = row.get("rejected")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return False
-    asked = [message for message in messages if not _is_assistant(message)]
+    asked = [message for message in messages if not is_assistant(message)]
     if not asked or (asked[-1] is not messages[-1] and not _is_one_of(messages[-1], (chosen, rejected))):
         return False
     if isinstance(chosen, str) and isinstance(rejected, str):  # "Human: ... Assistant: ..." in both
@@ -179,14 +180,10 @@ def _message_list(row: Row, name: str) -> Any:
 def _without_answer(row: Row, prompt: Any, answers: Sequence) -> Any:
     """The prompt, of a conversation that ends with one of the answers the messages before it."""
     last = prompt[-1] if isinstance(prompt, list) and len(prompt) > 1 else None
-    if not isinstance(last, dict) or not _is_assistant(last) or not _is_one_of(last, answers):
+    if not isinstance(last, dict) or not is_assistant(last) or not _is_one_of(last, answers):
         return prompt
     row.note("a prompt ends with one of the answers, which is left off it")
     return prompt[:-1]
-
-
-def _is_assistant(message: dict) -> bool:
-    return ROLES.get(str(message.get("role", message.get("from"))).casefold()) == "assistant"
 
 
 def _is_one_of(message: dict, answers: Sequence) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune import safetensors_io
+from finetune.adapters.targets import ROUTERS
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import read_record
@@ -346,7 +347,7 @@ def _from_tensors(tensors: dict, kind: str, tied: bool, experts: bool) -> dict:
         if ".experts." in name:
             in_experts += math.prod(shape)
             continue
-        routed = experts and leaf in ("gate", "router")
+        routed = experts and leaf in ROUTERS
         plain = len(shape) == 2 and last == "weight" and leaf not in EMBEDDINGS + HEADS and not routed
         rows, columns = reversed(shape) if plain and kind in STORED_TRANSPOSED else (*shape, 0, 0)[:2]
         if plain and rows > 1:

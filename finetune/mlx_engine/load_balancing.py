@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from finetune.adapters.targets import ROUTERS
 from finetune.engine import Batch
 from finetune.errors import PlanError
-from finetune.mlx_engine.model import ROUTERS, MLXModel
+from finetune.mlx_engine.model import MLXModel
 
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 

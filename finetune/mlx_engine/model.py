@@ -17,6 +17,7 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from finetune.adapters.modules import inside
+from finetune.adapters.targets import ROUTERS
 from finetune.errors import PlanError, first_line
 from finetune.mlx_engine.config import translated
 from finetune.mlx_engine.experts import experts_of
@@ -36,7 +37,6 @@ STORED |= {
     getattr(mx, f"{kind}{bits}"): f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
 DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
-ROUTERS = {"gate", "router"}
 
 
 @dataclass

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import weakref
+from collections.abc import Container
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -16,21 +17,20 @@ _asking: weakref.WeakSet[Any] = weakref.WeakSet()
 _given_up: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def present() -> set[int | None]:
-    """The threads that are here, without those of `start_thread`: nothing waits for these."""
+def present() -> dict[int | None, Any]:
+    """{number: thread} of those that are waited for at the end: not of `start_thread`'s."""
     # They may share one object.
-    return {thread.ident for thread in threading.enumerate() if type(thread).__name__ != "_DummyThread"}
+    return {thread.ident: thread for thread in threading.enumerate() if type(thread).__name__ != "_DummyThread"}
 
 
 def remember(request: Any) -> None:
     """Keeps the connection of a request to the Hub in mind, and its thread. Raises HTTPError in a given-up one."""
     from huggingface_hub.errors import HTTPError
 
-    number = threading.get_ident()
-    here = next((thread for thread in threading.enumerate() if thread.ident == number), None)
-    if here is not None and number in present():
-        if here in _given_up:
-            raise HTTPError("given up")
+    here = present().get(threading.get_ident())
+    if here in _given_up:
+        raise HTTPError("given up")
+    if here is not None:
         _asking.add(here)
     request.extensions.setdefault("trace", _connected)
 
@@ -40,7 +40,7 @@ def _connected(event: str, info: dict) -> None:
         _streams[info["return_value"]] = threading.get_ident()
 
 
-def give_up(answer: Future, callers: set[int | None]) -> None:
+def give_up(answer: Future, callers: Container[int | None]) -> None:
     """Closes the connections, and waits for the threads that ask by them. `callers`: threads that were `present`
     before, whose requests go on.
     """

@@ -200,7 +200,8 @@ def _same_number(answer: str, expected: str) -> bool:
     """True if the last number of both is the same. What may be one number, or several without a space between, as 3,5,
     is also found as these, with a space.
     """
-    answer, expected = _plain(answer), _plain(expected)
+    answer = _plain(answer)
+    expected = _plain(expected)
     local = LOCAL.search(expected)
     found = _numbers(_in_points(answer, local))
     wanted = _numbers(_in_points(expected, local))

@@ -11,9 +11,9 @@ import numpy as np
 
 from finetune.adapters.continued import SavedAdapter, read_saved
 from finetune.adapters.heads import HeadRecord
-from finetune.adapters.patterns import LEAF, PREFIX
-from finetune.adapters.saved import IN_BLOCK, open_adapter
-from finetune.adapters.targets import named_targets, regex_of
+from finetune.adapters.patterns import LEAF, PREFIX, Uniform
+from finetune.adapters.saved import open_adapter
+from finetune.adapters.targets import layer_of, named_targets, regex_of
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.checkpoint.store import check_not_removed
 from finetune.data.chat_template import day_of
@@ -44,6 +44,7 @@ from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides, without_repeated_rows
 from finetune.plan.rope import with_rope_scaling
 from finetune.plan.run_plan import RunPlan
+from finetune.safetensors_io import FloatTensors
 from finetune.system.files import check_writable
 
 
@@ -124,9 +125,10 @@ def make_plan(
     if plan.shape and plan.shape.tracer:
         plan.shape.tracer.close()
     if adapter:
-        check_fit(adapter, plan.shape)
+        _, tensors = open_adapter(adapter.folder)
+        check_fit(adapter, tensors, plan.shape)
         if not plan.settings.adapter_merge:
-            check_ends(adapter, plan.shape)
+            check_ends(adapter, tensors, plan.shape)
         if files and (line := lacks_tokenizer(adapter.folder, files)):
             plan = replace(plan, notices=(*plan.notices, line))
     if plan.output.overwrite and not (saved and saved.continues):
@@ -271,11 +273,10 @@ def check_base(adapter: SavedAdapter, files: ModelFiles) -> None:
         )
 
 
-def check_fit(adapter: SavedAdapter, shape: ModelShape | None) -> None:
+def check_fit(adapter: SavedAdapter, tensors: FloatTensors | Uniform, shape: ModelShape | None) -> None:
     """Raises PlanError for a matrix of the adapter that its layer in the base's files has no place for, and for numbers
     that are not finite.
     """
-    _, tensors = open_adapter(adapter.folder)
     for _ in tensors.values():  # each is read, and so checked
         pass
     if shape is None or not shape.exact:
@@ -295,12 +296,13 @@ def check_fit(adapter: SavedAdapter, shape: ModelShape | None) -> None:
             )
 
 
-def check_ends(adapter: SavedAdapter, shape: ModelShape | None) -> None:
+def check_ends(adapter: SavedAdapter, tensors: FloatTensors | Uniform, shape: ModelShape | None) -> None:
     """Raises PlanError for other embeddings than the head, as PEFT trains them, of a base that has one weight."""
     if shape is None or not shape.tied:
         return
-    _, tensors = open_adapter(adapter.folder)
-    outer = {name: found for name, found in tensors.shapes.items() if not (LEAF.search(name) or IN_BLOCK.search(name))}
+    outer = {
+        name: found for name, found in tensors.shapes.items() if not (LEAF.search(name)) and layer_of(name) is None
+    }
     ends = [name for name, found in outer.items() if shape.is_of_vocabulary(found)]
     if ends and not (len(ends) > 1 and np.array_equal(tensors[ends[0]], tensors[ends[1]])):
         names = " and ".join(end.removeprefix(PREFIX) for end in ends)

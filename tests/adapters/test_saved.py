@@ -85,7 +85,7 @@ def test_a_pair_that_the_config_leaves_out_is_refused(config, tmp_path):
 
 
 def test_a_block_s_number_may_be_followed_by_another():
-    """As in LongCat-Flash; which one counts depends on PEFT's version."""
+    """LongCat-Flash has such names; which number counts depends on PEFT's version."""
     for layer in (1, 0):
         targets = Targets(dict(target_modules=["q_proj"], layers_to_transform=[layer]))
         assert "model.layers.1.self_attn.0.q_proj" in targets

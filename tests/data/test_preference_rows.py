@@ -31,6 +31,7 @@ TEXTS = {
 CHATS = {
     "messages after a prompt of messages": {"prompt": [HELLO], "chosen": [HI], "rejected": [NO]},
     "messages before two answers": {"messages": [HELLO], "chosen": "Hi.", "rejected": "No."},
+    "contents before two answers": {"contents": [HELLO], "chosen": "Hi.", "rejected": "No."},
     "messages before a message of each": {"messages": [HELLO], "chosen": HI, "rejected": NO},
     "messages beside the chosen conversation, which they are": {
         "messages": [HELLO, HI],
@@ -396,6 +397,12 @@ def test_messages_beside_a_pair_are_its_prompt(name, tmp_path, chat_tokenizer):
     for answers in (texts, [{"role": "assistant", "content": text} for text in texts]):
         row = {"messages": messages} | dict(zip(("chosen", "rejected"), answers, strict=True))
         assert shown(read(tmp_path, chat_tokenizer, [row]), chat_tokenizer) == wanted
+
+
+def test_what_an_object_of_messages_beside_a_pair_says_more_is_refused(tmp_path, chat_tokenizer):
+    row = {"messages": {"messages": [HELLO], "tools": [{"name": "f"}]}, "chosen": "Hi.", "rejected": "No."}
+    with pytest.raises(PlanError, match="field 'tools' of column 'messages' lists the tools of a conversation"):
+        read(tmp_path, chat_tokenizer, [row])
 
 
 def test_texts_with_a_prompt_of_their_own_are_not_asked_twice(tmp_path, chat_tokenizer):

@@ -71,7 +71,7 @@ def test_two_ranks_sample_and_learn_by_rewards_as_one_process(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_rank_ends_the_other_and_the_run_continues_on_one(tiny_model, rows_file, tmp_path, lost):
-    """What a broken ring gives is no rank's: it is not read."""
+    """Memory that a broken ring gives is no rank's word."""
     changes = dict(batch_size=2, gradient_accumulation_steps=1, num_epochs=4000, save_every=2, rank_timeout=10)
     process = ranks.start(
         launched(flags_of(tiny_model, rows_file, tmp_path / "out", **changes)),

@@ -145,7 +145,7 @@ def test_a_file_that_one_look_misses_takes_no_time_away():
 
 
 def test_a_look_at_another_file_than_the_hub_names_is_a_line_and_not_kept(endpoint):
-    """As a proxy sends it, or a mirror that is behind."""
+    """Proxies send one, and mirrors that are behind."""
     ANSWERS["config.json"] = lambda content: content.replace(b"1e-06", b"1e-01")
     assert "config.json is not the file that" in refused(lambda: model_on_paper("org/tiny", None))
     ANSWERS.clear()

@@ -119,14 +119,17 @@ def test_first_rows_of_every_kind_of_file(tiny_model, tmp_path, suffix):
 def test_first_rows_that_span_lines_are_read_and_counted(tiny_model, tmp_path, form):
     (tmp_path / "rows").mkdir()
     found = [{"prompt": f"What is {i}?\nSay it.", "completion": "It is\n" + "so " * 60} for i in range(3000)]
-    text, name = "\n".join(json.dumps(row, indent=2) for row in found), "train.jsonl"
+    text = "\n".join(json.dumps(row, indent=2) for row in found)
+    name = "train.jsonl"
     if form == "after a mark":
         text = "\ufeff" + text
     elif form == "array over lines":
-        text, name = json.dumps(found, indent=2), "train.json"
+        text = json.dumps(found, indent=2)
+        name = "train.json"
     elif form == "table with lines in cells":
         cells = "".join(f'"{row["prompt"]}","{row["completion"]}"\n' for row in found)
-        text, name = "prompt,completion\n" + cells, "train.csv"
+        text = "prompt,completion\n" + cells
+        name = "train.csv"
     (tmp_path / "rows" / name).write_text(text)
     with hub.serve(datasets={"org/rows": tmp_path / "rows"}) as endpoint:
         code, out, err = dry_run(endpoint, tmp_path, model_name=tiny_model, dataset="org/rows", max_steps=10)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import quantization_wrapper
-from finetune.adapters.targets import PEFT_EXPERT_NAMES, default_targets, named_targets, without_dora
+from finetune.adapters.targets import PEFT_EXPERT_NAMES, ROUTERS, default_targets, named_targets, without_dora
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.experts import fused
@@ -47,7 +47,7 @@ def linear_names(model: PreTrainedModel, sees: bool = False) -> list[str]:
             continue
         if name in read or not name.startswith(prefixes):
             continue
-        router = routed and {"gate", "router"} & set(name.split(".")[-2:])
+        router = routed and ROUTERS & set(name.split(".")[-2:])
         kind = type(module)
         if kind not in plain:
             plain[kind] = kind.forward is nn.Linear.forward or not issubclass(kind, nn.Linear)

@@ -73,7 +73,7 @@ def test_ranks_and_scales_by_layer_are_peft_s(tmp_path, seed, use_rslora, use_do
     ],
 )
 def test_experts_are_adapted_by_the_names_that_peft_writes(tmp_path, named):
-    """Of gate_proj, up_proj and down_proj PEFT makes parameters, and patterns for the twofold rank of the first two."""
+    """PEFT makes parameters of gate_proj, up_proj and down_proj, and patterns for the twofold rank of the first two."""
     torch.manual_seed(0)
     named = {"target_modules": [], **named}
     config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, task_type="CAUSAL_LM", **named)
@@ -88,7 +88,7 @@ def test_experts_are_adapted_by_the_names_that_peft_writes(tmp_path, named):
 
 
 def test_experts_one_by_one_are_said_to_be_of_another_layout(tmp_path):
-    """As transformers 4 had them: PEFT converts such adapters."""
+    """Adapters of transformers 4, which PEFT converts."""
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(tiny.build("qwen3_moe"), config).save_pretrained(tmp_path)
     saved = tmp_path / "adapter_config.json"
